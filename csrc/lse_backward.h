@@ -1,0 +1,44 @@
+// The divisor of an attention row: what the backward divides exp(score) by.
+//
+// It is not the public Lse. A row without keys has L = -inf, and exp(-inf - -inf) is NaN; a padding
+// row of a tile has no L at all, and its scores are 0. So:
+//     row has keys                    divisor = L      P = exp(s - L)
+//     row is empty (public L = -inf)  divisor = 0      P = exp(-inf - 0) = 0
+//     row is out of bounds (padding)  divisor = +inf   P = exp(0 - inf) = 0
+// This +inf is the only one in the library. It never leaves the backward: there is no way from a
+// Divisor back to a number or to a Lse. No forward file includes this header.
+#pragma once
+
+#include "lse.h"
+
+namespace neginf {
+
+template <typename Real>
+class BasicDivisor {
+ public:
+  static NEGINF_HOST_DEVICE BasicDivisor of(BasicLse<Real> lse) {
+    return BasicDivisor(lse.is_empty() ? Real(0) : lse.value());
+  }
+
+  static NEGINF_HOST_DEVICE BasicDivisor out_of_bounds() {
+    constexpr Real infinity = std::numeric_limits<Real>::infinity();
+    return BasicDivisor(infinity);
+  }
+
+  // exp(score - divisor). A masked key has probability exactly 0 even in a row whose L is NaN: the
+  // row's NaN must not reach a key it does not see.
+  NEGINF_HOST_DEVICE Real probability(Real score) const {
+    using std::exp;
+    return is_masked(score) ? Real(0) : exp(score - value_);
+  }
+
+ private:
+  explicit NEGINF_HOST_DEVICE BasicDivisor(Real value) : value_(value) {}
+
+  Real value_;
+};
+
+using Divisor = BasicDivisor<float>;
+static_assert(sizeof(Divisor) == sizeof(float), "a buffer of Divisor is a buffer of float");
+
+}  // namespace neginf

@@ -1,0 +1,151 @@
+// What a launch function is given. Plain structs: pointers, 64-bit strides in elements, no torch.
+//
+// Real is the type of accumulators, of the LSE and of every scalar: float, or double for the
+// float64 CPU path. Tensors of the model's dtype are void*; the registry's key says which it is.
+#pragma once
+
+#include <cstdint>
+
+#include "lse.h"
+#include "mask.h"
+
+struct CUstream_st;  // so that this header needs no CUDA header
+
+namespace neginf {
+
+enum class DType : int { float64, float32, bfloat16, float16 };
+
+// Strides in elements of a (batch, seqlen, heads, head_dim) tensor whose last stride is 1. A
+// (total, heads, head_dim) tensor has batch = 0.
+struct Strides {
+  int64_t batch;
+  int64_t row;
+  int64_t head;
+};
+
+// Element (batch, head, row) of an LSE-shaped buffer lies at batch * batch + head * head + row.
+// Dense: (batch, num_heads, seqlen_q). Varlen: (num_heads, total_q), with batch = 0.
+struct LseStrides {
+  int64_t batch;
+  int64_t head;
+};
+
+// The attention problem that forward and backward share. Nullable pointers say so.
+template <typename Real>
+struct Problem {
+  int batch;
+  int num_heads;    // query heads; a multiple of num_heads_k
+  int num_heads_k;  // key/value heads
+  int head_dim;
+  int seqlen_q;     // rows per sequence of a dense tensor; varlen: max_seqlen_q, a hint for grids
+  int seqlen_k;     // likewise
+  int64_t total_q;  // rows of the q buffer per batch entry: seqlen_q, or varlen: q.size(0)
+  int64_t total_k;
+
+  const int* cu_seqlens_q;  // (batch + 1), null: dense. Values are clamped, never trusted
+  const int* cu_seqlens_k;  // (batch + 1), null: dense
+  const int* seqused_q;     // (batch), null: every row is used
+  const int* seqused_k;     // (batch), null: every row is used
+
+  Real softmax_scale;          // > 0
+  Real softcap;                // 0: none. score = softcap * tanh(q.k * softmax_scale / softcap)
+  int window_left;             // < 0: unbounded
+  int window_right;            // < 0: unbounded; 0: causal
+  const Real* alibi_slopes;    // (num_heads) or (batch, num_heads), null: none
+  int64_t alibi_batch_stride;  // 0 for (num_heads)
+  const Real* sink;            // (num_heads), null: none
+};
+
+template <typename Real>
+struct ForwardParams {
+  Problem<Real> problem;
+
+  const void* q;  // (batch, seqlen_q, num_heads, head_dim) or (total_q, num_heads, head_dim)
+  const void* k;  // (batch, seqlen_k, num_heads_k, head_dim) or (total_k, num_heads_k, head_dim)
+  const void* v;  // as k
+  void* out;      // as q
+  BasicLse<Real>* lse;
+  Strides q_strides, k_strides, v_strides, out_strides;
+  LseStrides lse_strides;
+
+  // num_splits > 1: split s writes its state, as Real, to out_partial + s *
+  // out_partial_split_stride and lse_partial + s * lse_partial_split_stride instead of out and lse.
+  // Split 0 holds the sink.
+  int num_splits;               // >= 1
+  Real* out_partial;            // (num_splits, *out.shape), null when num_splits == 1
+  BasicLse<Real>* lse_partial;  // (num_splits, *lse.shape), null when num_splits == 1
+  Strides out_partial_strides;
+  int64_t out_partial_split_stride;
+  int64_t lse_partial_split_stride;  // within a split: lse_strides
+
+  int num_sms;  // multiprocessors of the device, 0 on the CPU
+  CUstream_st* stream;
+};
+
+template <typename Real>
+struct BackwardParams {
+  Problem<Real> problem;
+
+  const void* q;
+  const void* k;
+  const void* v;
+  const void* out;
+  const void* dout;
+  const BasicLse<Real>* lse;  // public values; never modified
+  const Real* dlse;           // lse-shaped with lse_strides, null: zero
+  void* dq;
+  void* dk;
+  void* dv;
+  Real* dsink;  // (batch, num_heads), summed over batch by the caller; null without a sink
+  Strides q_strides, k_strides, v_strides, out_strides, dout_strides;
+  Strides dq_strides, dk_strides, dv_strides;
+  LseStrides lse_strides;
+  bool deterministic;
+
+  int num_sms;
+  CUstream_st* stream;
+};
+
+// Strides in elements of combine's tensors; varlen tensors come with batch = 1.
+struct CombineStrides {
+  int64_t split;
+  int64_t batch;
+  int64_t row;
+  int64_t head;
+};
+
+// The states that combine merges, row (batch, row, head) of every split into one.
+template <typename Real>
+struct CombineInputs {
+  int num_splits;  // >= 0; no state at all gives (0, -inf)
+  int batch;
+  int seqlen;
+  int num_heads;
+  int head_dim;
+  DType partial_dtype;  // of out_partial; the registry's key is the dtype of out
+
+  const void* out_partial;            // (num_splits, batch, seqlen, num_heads, head_dim)
+  const BasicLse<Real>* lse_partial;  // (num_splits, batch, num_heads, seqlen), any strides
+  CombineStrides out_partial_strides, lse_partial_strides;
+
+  CUstream_st* stream;
+};
+
+template <typename Real>
+struct CombineParams : CombineInputs<Real> {
+  void* out;                                // (batch, seqlen, num_heads, head_dim)
+  BasicLse<Real>* lse;                      // (batch, num_heads, seqlen), any strides
+  CombineStrides out_strides, lse_strides;  // split unused
+};
+
+template <typename Real>
+struct CombineBackwardParams : CombineInputs<Real> {
+  const void* dout;                           // as out, dtype of out; null: zero
+  const Real* dlse;                           // as lse; null: zero
+  void* dout_partial;                         // as out_partial
+  Real* dlse_partial;                         // as lse_partial
+  CombineStrides dout_strides, dlse_strides;  // split unused
+  CombineStrides dout_partial_strides, dlse_partial_strides;
+};
+
+}  // namespace neginf
