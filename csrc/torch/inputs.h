@@ -1,0 +1,69 @@
+// Checks of what the caller passed, and its translation into params. Everything here runs before
+// any kernel: bad input ends in a Python exception that names the argument, what was got and what
+// is accepted, and nothing has been written.
+#pragma once
+
+#include <initializer_list>
+
+#include "params.h"
+#include "torch/options.h"
+
+namespace neginf {
+
+// Sizes of the attention problem, once checked.
+struct Shape {
+  int64_t batch;
+  int64_t seqlen_q, seqlen_k;  // dense: the sizes; varlen: max_seqlen_q and max_seqlen_k
+  int64_t total_q, total_k;    // rows per batch entry: dense seqlen, varlen total
+  int64_t num_heads, num_heads_k, head_dim;
+};
+
+constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxSplits = 256;
+
+// A tensor and the name the caller knows it by; null when it was not passed.
+struct Argument {
+  const char* name;
+  const at::Tensor* tensor;
+
+  Argument(const char* name, const at::Tensor& tensor) : name(name), tensor(&tensor) {}
+  Argument(const char* name, const std::optional<at::Tensor>& tensor)
+      : name(name), tensor(tensor.has_value() ? &*tensor : nullptr) {}
+};
+
+// A mix of devices reaches whichever implementation the dispatcher finds first, the one for fake
+// tensors included, so each of them asks.
+void check_same_device(const Argument& reference, std::initializer_list<Argument> others);
+void check_devices(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   const Options& options);
+
+Shape check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   const Options& options);
+
+// The dtype of LSE, accumulators and scalars that go with tensors of this dtype.
+at::ScalarType accumulate_type(at::ScalarType dtype);
+
+// A tensor a kernel can read: last stride 1 and, on the GPU, 16-byte aligned rows with head_dim
+// padded by zeros to a multiple of 8. Copies only what is not so already. The one place that pads.
+at::Tensor readable(const at::Tensor& tensor);
+int64_t padded_head_dim(const at::Tensor& tensor, int64_t head_dim);
+
+Strides strides_of(const at::Tensor& tensor);      // (batch, seqlen, heads, d) or (total, heads, d)
+LseStrides lse_strides_of(const at::Tensor& lse);  // (batch, heads, seqlen) or (heads, total)
+
+// Tensors in the form that Problem points at. They must outlive the launch.
+struct ProblemTensors {
+  std::optional<at::Tensor> alibi_slopes;
+  std::optional<at::Tensor> sink;
+};
+ProblemTensors problem_tensors(const Options& options, at::ScalarType accumulate);
+
+template <typename Real>
+Problem<Real> make_problem(const Shape& shape, const Options& options,
+                           const ProblemTensors& tensors);
+
+// Real* -> BasicLse<Real>*: the only place where numbers become public log-sum-exps.
+template <typename Real>
+BasicLse<Real>* lse_data(const at::Tensor& tensor);
+
+}  // namespace neginf

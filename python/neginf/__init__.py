@@ -1,0 +1,17 @@
+"""Attention whose log-sum-exp can be trusted: a row that sees no key has L = ln 0 = -inf."""
+
+from neginf.attention import flash_attn_func, flash_attn_varlen_func
+from neginf.backends import backend, backends
+from neginf.merge import flash_attn_combine, merge_states
+from neginf.ops import build_info
+
+__version__ = build_info()["version"]
+
+__all__ = [
+    "backend",
+    "backends",
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "merge_states",
+]

@@ -1,0 +1,16 @@
+"""The operators, as torch sees them.
+
+Loading the extension registers ``torch.ops.neginf.*`` in C++: schema, CPU and CUDA
+implementations, shapes for fake tensors (the Meta key) and autograd. Nothing is registered from
+Python, so nothing here costs time per call.
+"""
+
+import torch
+
+from neginf._C import build_info
+
+forward = torch.ops.neginf.forward.default
+combine = torch.ops.neginf.combine.default
+combine_out = torch.ops.neginf.combine_out.default
+
+__all__ = ["build_info", "combine", "combine_out", "forward"]
