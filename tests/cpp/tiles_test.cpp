@@ -1,0 +1,126 @@
+// common/row_tile.h and common/key_tiles.h: what CTAs work on covers every row, and every key that
+// a row sees, exactly once.
+#include <climits>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "common/key_tiles.h"
+#include "common/row_tile.h"
+
+namespace {
+
+using namespace neginf;
+
+constexpr int kTileSize = 16;
+
+std::vector<int> rows_written(const Problem<float>& problem) {
+  const int buffers = problem.cu_seqlens_q != nullptr ? 1 : problem.batch;
+  std::vector<int> written(buffers * problem.total_q, 0);
+  for (int64_t t = 0; t < num_row_tiles(problem, kTileSize); ++t) {
+    const RowTile tile = find_row_tile(problem, kTileSize, static_cast<int>(t));
+    const Sequence& sequence = tile.sequence;
+    const int64_t buffer = problem.cu_seqlens_q != nullptr ? 0 : tile.index * problem.total_q;
+    CHECK(0 <= tile.index && tile.index <= problem.batch);
+    CHECK(tile.first_row >= 0);
+    for (int row = tile.first_row; row < tile.first_row + kTileSize && row < sequence.rows; ++row) {
+      const int64_t at = buffer + sequence.first_row + row;
+      const bool inside = 0 <= at && at < static_cast<int64_t>(written.size());
+      CHECK(inside);
+      if (inside) ++written[at];
+    }
+  }
+  return written;
+}
+
+void check_once(const Problem<float>& problem) {
+  for (const int times : rows_written(problem)) CHECK(times == 1);
+}
+
+void test_dense_rows() {
+  for (int batch = 0; batch <= 3; ++batch) {
+    for (int rows = 0; rows <= 3 * kTileSize + 1; ++rows) {
+      Problem<float> problem{};
+      problem.batch = batch;
+      problem.total_q = rows;
+      check_once(problem);
+    }
+  }
+}
+
+void test_packed_rows() {
+  std::mt19937 random(0);
+  for (int trial = 0; trial < 2000; ++trial) {
+    std::vector<int> cu_seqlens = {0};
+    const int batch = random() % 9;
+    for (int b = 0; b < batch; ++b) {
+      const int length = random() % 3 == 0 ? 0 : random() % (3 * kTileSize);
+      cu_seqlens.push_back(cu_seqlens.back() + length);
+    }
+    Problem<float> problem{};
+    problem.batch = batch;
+    problem.cu_seqlens_q = cu_seqlens.data();
+    problem.total_q = cu_seqlens.back() + random() % (2 * kTileSize);
+    check_once(problem);
+  }
+}
+
+// Nobody promises which rows are written then, only that all of them lie in the buffer.
+void test_garbage_stays_in_the_buffer() {
+  const std::vector<int> values = {INT_MIN, -1, 0, 7, 40, 41, INT_MAX};
+  for (const int a : values) {
+    for (const int b : values) {
+      for (const int c : values) {
+        const std::vector<int> cu_seqlens = {a, b, c};
+        Problem<float> problem{};
+        problem.batch = 2;
+        problem.cu_seqlens_q = cu_seqlens.data();
+        problem.total_q = 40;
+        rows_written(problem);
+      }
+    }
+  }
+}
+
+void test_key_tiles() {
+  std::mt19937 random(0);
+  const int block_n = 8;
+  for (int trial = 0; trial < 20000; ++trial) {
+    const int seqlen_q = random() % 40, seqlen_k = random() % 60;
+    const Mask mask{seqlen_q, seqlen_k, static_cast<int>(random() % 30) - 1,
+                    static_cast<int>(random() % 30) - 1};
+    const int first_row = random() % 48;
+    const Range rows{first_row, first_row + kTileSize};
+    const int num_splits = 1 + random() % 5;
+    std::vector<int> visits(seqlen_k / block_n + 1, 0);
+    for (int split = 0; split < num_splits; ++split) {
+      const KeyTiles tiles = KeyTiles::of(mask, rows, block_n, split, num_splits);
+      for (int t = 0; t < tiles.size(); ++t) {
+        const int tile = tiles.at(t);
+        CHECK(tiles.tiles.contains(tile));
+        ++visits[tile];
+        for (int key = tile * block_n; key < (tile + 1) * block_n; ++key) {
+          for (int row = rows.begin; row < rows.end && row < seqlen_q; ++row) {
+            CHECK(t >= tiles.unmasked.size() || mask.sees(row, key));
+          }
+        }
+      }
+    }
+    for (int key = 0; key < seqlen_k; ++key) {
+      bool seen = false;
+      for (int row = rows.begin; row < rows.end; ++row) seen = seen || mask.sees(row, key);
+      CHECK(visits[key / block_n] <= 1);
+      CHECK(!seen || visits[key / block_n] == 1);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_dense_rows();
+  test_packed_rows();
+  test_garbage_stays_in_the_buffer();
+  test_key_tiles();
+  return report();
+}

@@ -1,0 +1,282 @@
+"""Bad input ends in an exception that names the argument, before anything is computed."""
+
+import pytest
+import torch
+
+import neginf
+from neginf import _C
+from problems import int32
+from targets import HALF, max_head_dim, runs_on
+
+NAN = float("nan")
+INF = float("inf")
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def dense_arguments():
+    return {"q": zeros(2, 5, 4, 8), "k": zeros(2, 6, 2, 8), "v": zeros(2, 6, 2, 8)}
+
+
+def packed_arguments():
+    return {
+        "q": zeros(5, 4, 8),
+        "k": zeros(6, 2, 8),
+        "v": zeros(6, 2, 8),
+        "cu_seqlens_q": int32([0, 2, 5], "cpu"),
+        "cu_seqlens_k": int32([0, 4, 6], "cpu"),
+        "max_seqlen_q": 3,
+        "max_seqlen_k": 4,
+    }
+
+
+def test_the_arguments_are_good():
+    neginf.flash_attn_func(**dense_arguments())
+    neginf.flash_attn_varlen_func(**packed_arguments())
+    neginf.flash_attn_combine(zeros(2, 3, 4, 5, 8), zeros(2, 3, 5, 4))
+
+
+DENSE = [
+    # what is changed, the exception, the argument its message begins with
+    ({"q": zeros(2, 5, 4)}, ValueError, "q"),
+    ({"k": zeros(6, 2, 8)}, ValueError, "k"),
+    ({"v": zeros(2, 6, 2, 8, 1)}, ValueError, "v"),
+    ({"q": zeros(2, 5, 4, 8, dtype=torch.int64)}, TypeError, "k|q"),
+    ({n: zeros(2, 5, 4, 8, dtype=torch.int32) for n in "qkv"}, TypeError, "q"),
+    ({n: zeros(2, 5, 4, 8, dtype=torch.complex64) for n in "qkv"}, TypeError, "q"),
+    ({"k": zeros(2, 6, 2, 8, dtype=torch.float64)}, TypeError, "k"),
+    ({"v": zeros(2, 6, 2, 8, dtype=torch.bfloat16)}, TypeError, "v"),
+    ({"k": zeros(3, 6, 2, 8), "v": zeros(3, 6, 2, 8)}, ValueError, "k"),
+    ({"v": zeros(2, 7, 2, 8)}, ValueError, "v"),
+    ({"v": zeros(2, 6, 4, 8)}, ValueError, "v"),
+    ({"v": zeros(2, 6, 2, 4)}, ValueError, "v"),
+    ({"q": zeros(2, 5, 4, 16)}, ValueError, "k"),
+    ({"q": zeros(2, 5, 3, 8)}, ValueError, "q"),
+    ({"q": zeros(2, 5, 1, 8)}, ValueError, "q"),
+    ({"q": zeros(2, 5, 0, 8)}, ValueError, "q"),
+    ({"k": zeros(2, 6, 0, 8), "v": zeros(2, 6, 0, 8)}, ValueError, "q"),
+    ({n: zeros(2, 5, 4, 0) for n in "qkv"}, ValueError, "q"),
+    ({n: zeros(2, 5, 4, 257) for n in "qkv"}, ValueError, "q"),
+    ({"dropout_p": 0.1}, NotImplementedError, "dropout_p"),
+    ({"softmax_scale": 0.0}, ValueError, "softmax_scale"),
+    ({"softmax_scale": -1.0}, ValueError, "softmax_scale"),
+    ({"softmax_scale": NAN}, ValueError, "softmax_scale"),
+    ({"softmax_scale": INF}, ValueError, "softmax_scale"),
+    ({"softmax_scale": 1e-60}, ValueError, "softmax_scale"),  # 0 in float32
+    ({"softcap": -1.0}, ValueError, "softcap"),
+    ({"softcap": NAN}, ValueError, "softcap"),
+    ({"softcap": INF}, ValueError, "softcap"),
+    ({"softcap": 1e-60}, ValueError, "softcap"),  # 0, which is none, in float32
+    ({"window_size": (-2, 0)}, ValueError, "window_size"),
+    ({"window_size": (0, -5)}, ValueError, "window_size"),
+    ({"window_size": (-(2**40), -1)}, ValueError, "window_size"),
+    ({"window_size": (1,)}, ValueError, "window_size"),
+    ({"window_size": (1, 2, 3)}, ValueError, "window_size"),
+    ({"num_splits": -1}, ValueError, "num_splits"),
+    ({"num_splits": 2**31}, ValueError, "num_splits"),
+    ({"num_splits": 2**40}, ValueError, "num_splits"),
+    ({"alibi_slopes": zeros(3)}, ValueError, "alibi_slopes"),
+    ({"alibi_slopes": zeros(3, 4)}, ValueError, "alibi_slopes"),
+    ({"alibi_slopes": zeros(2, 4, 1)}, ValueError, "alibi_slopes"),
+    ({"alibi_slopes": zeros(4, dtype=torch.float64)}, TypeError, "alibi_slopes"),
+    ({"alibi_slopes": zeros(4, dtype=torch.float16)}, TypeError, "alibi_slopes"),
+    ({"sink": zeros(2)}, ValueError, "sink"),
+    ({"sink": zeros(2, 4)}, ValueError, "sink"),
+    ({"sink": zeros(4, dtype=torch.float64)}, TypeError, "sink"),
+    ({"sink": zeros(4, dtype=torch.int32)}, TypeError, "sink"),
+    ({"seqused_q": int32([5], "cpu")}, ValueError, "seqused_q"),
+    ({"seqused_q": int32([5, 6], "cpu")}, ValueError, "seqused_q"),
+    ({"seqused_k": int32([-1, 6], "cpu")}, ValueError, "seqused_k"),
+    ({"seqused_k": int32([0, 7], "cpu")}, ValueError, "seqused_k"),
+    ({"seqused_k": torch.tensor([1, 2])}, TypeError, "seqused_k"),
+    ({"seqused_k": torch.tensor([1.0, 2.0])}, TypeError, "seqused_k"),
+    ({"seqused_k": int32([[1, 2]], "cpu")}, ValueError, "seqused_k"),
+    ({"seqused_k": int32([1, 0, 2, 0], "cpu")[::2]}, ValueError, "seqused_k"),
+]
+PACKED = [
+    ({"q": zeros(1, 5, 4, 8)}, ValueError, "q"),
+    ({"cu_seqlens_q": torch.tensor([0, 2, 5])}, TypeError, "cu_seqlens_q"),
+    ({"cu_seqlens_k": torch.tensor([0.0, 4, 6])}, TypeError, "cu_seqlens_k"),
+    ({"cu_seqlens_q": int32([1, 2, 5], "cpu")}, ValueError, "cu_seqlens_q"),
+    ({"cu_seqlens_q": int32([0, 4, 2], "cpu"), "max_seqlen_q": 9}, ValueError, "cu_seqlens_q"),
+    ({"cu_seqlens_k": int32([0, 7, 6], "cpu")}, ValueError, "cu_seqlens_k|max_seqlen_k"),
+    ({"cu_seqlens_q": int32([0, 2, 6], "cpu"), "max_seqlen_q": 9}, ValueError, "cu_seqlens_q"),
+    ({"cu_seqlens_k": int32([0, 4, 2**31 - 1], "cpu")}, ValueError, "cu_seqlens_k|max_seqlen_k"),
+    ({"cu_seqlens_k": int32([0, 6], "cpu")}, ValueError, "cu_seqlens_k"),
+    ({"cu_seqlens_q": int32([], "cpu")}, ValueError, "cu_seqlens_q"),
+    ({"cu_seqlens_q": int32([[0, 2, 5]], "cpu")}, ValueError, "cu_seqlens_q"),
+    ({"cu_seqlens_q": int32([0, 9, 2, 9, 5, 9], "cpu")[::2]}, ValueError, "cu_seqlens_q"),
+    ({"cu_seqlens_k": None}, ValueError, "cu_seqlens"),
+    ({"cu_seqlens_q": None}, ValueError, "cu_seqlens"),
+    ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q"),
+    ({"max_seqlen_k": 3}, ValueError, "max_seqlen_k"),
+    ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k"),
+    ({"max_seqlen_q": 2**31}, ValueError, "max_seqlen_q"),
+    ({"max_seqlen_k": 2**40}, ValueError, "max_seqlen_k"),
+    ({"max_seqlen_q": None}, ValueError, "max_seqlen_q"),
+    ({"seqused_k": int32([5, 1], "cpu")}, ValueError, "seqused_k"),
+    ({"seqused_q": int32([2, -1], "cpu")}, ValueError, "seqused_q"),
+    ({"block_table": zeros(2, 2, dtype=torch.int32)}, NotImplementedError, "block_table"),
+    ({"dropout_p": 0.5}, NotImplementedError, "dropout_p"),
+    ({"alibi_slopes": zeros(3, 4)}, ValueError, "alibi_slopes"),
+]
+
+
+def describe(value):
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype)[6:]}{list(value.shape)}{value.device.type[0]}"
+    return str(value)
+
+
+def label(case):
+    changes, _, _ = case
+    return ",".join(f"{name}={describe(value)}" for name, value in changes.items())
+
+
+@pytest.mark.parametrize("case", DENSE, ids=label)
+def test_dense(case):
+    changes, error, argument = case
+    with pytest.raises(error, match=rf"^(?:{argument})\b"):
+        neginf.flash_attn_func(**{**dense_arguments(), **changes})
+
+
+@pytest.mark.parametrize("case", PACKED, ids=label)
+def test_packed(case):
+    changes, error, argument = case
+    with pytest.raises(error, match=rf"^(?:{argument})"):
+        neginf.flash_attn_varlen_func(**{**packed_arguments(), **changes})
+
+
+def test_message_says_what_was_got_and_what_is_accepted():
+    with pytest.raises(
+        ValueError, match=r"num_splits: got -3; accepted are 0 \(automatic\) to \d+"
+    ):
+        neginf.flash_attn_func(**dense_arguments(), num_splits=-3)
+    for changes, error, _ in DENSE:
+        with pytest.raises(error) as raised:
+            neginf.flash_attn_func(**{**dense_arguments(), **changes})
+        assert "got" in str(raised.value)
+        assert "accepted" in str(raised.value)
+
+
+def test_sizes_that_overflow():
+    """2^30 rows and more do not fit the kernels' integers; no memory is touched to find out."""
+    long = torch.zeros(1).expand(1, 2**30, 1, 1)
+    short = zeros(1, 1, 1, 1)
+    with pytest.raises(ValueError, match=r"^k\b.*1073741824.*2\^30"):
+        neginf.flash_attn_func(short, long, long)
+    with pytest.raises(ValueError, match=r"^q\b.*1073741824.*2\^30"):
+        neginf.flash_attn_func(long, short, short)
+    wide = torch.zeros(1).expand(2**31 + 2, 0, 1, 1)
+    with pytest.raises(ValueError, match="batch"):
+        neginf.flash_attn_func(wide, wide, wide)
+    many = torch.zeros(1).expand(2, 0, 2**31 + 2, 1)
+    with pytest.raises(ValueError, match=r"^[qk]\b"):
+        neginf.flash_attn_func(many, many, many)
+
+
+COMBINE = [
+    ({"out_partial": zeros(2, 3, 4)}, ValueError, "out_partial"),
+    ({"out_partial": zeros(2, 3, 4, 5, 0)}, ValueError, "out_partial"),
+    ({"out_partial": zeros(2, 3, 4, 5, 8, dtype=torch.int32)}, TypeError, "out_partial"),
+    ({"lse_partial": zeros(2, 3, 4, 5)}, ValueError, "lse_partial"),  # rows before heads
+    ({"lse_partial": zeros(3, 3, 5, 4)}, ValueError, "lse_partial"),
+    ({"lse_partial": zeros(2, 3, 5)}, ValueError, "lse_partial"),
+    ({"lse_partial": zeros(2, 3, 5, 4, dtype=torch.float64)}, TypeError, "lse_partial"),
+    ({"lse_partial": zeros(2, 3, 5, 4, dtype=torch.float16)}, TypeError, "lse_partial"),
+    ({"lse_partial": torch.full((2, 3, 5, 4), INF)}, ValueError, "lse_partial"),
+    ({"out_dtype": torch.float64}, TypeError, "out_dtype"),
+    ({"out_dtype": torch.int32}, TypeError, "out_dtype"),
+    ({"out": zeros(3, 4, 5, 7)}, ValueError, "out"),
+    ({"out": zeros(2, 3, 4, 5, 8)}, ValueError, "out"),
+    ({"out": zeros(3, 4, 8, 5).transpose(2, 3)}, ValueError, "out"),
+    ({"out": zeros(3, 4, 5, 8, dtype=torch.float64)}, TypeError, "out"),
+    ({"out": zeros(3, 4, 5, 8), "out_dtype": torch.float16}, ValueError, "out_dtype"),
+]
+
+
+@pytest.mark.parametrize("case", COMBINE, ids=label)
+def test_combine(case):
+    changes, error, argument = case
+    arguments = {"out_partial": zeros(2, 3, 4, 5, 8), "lse_partial": zeros(2, 3, 5, 4)}
+    with pytest.raises(error, match=rf"^(?:{argument})"):
+        neginf.flash_attn_combine(**{**arguments, **changes})
+
+
+def test_combine_into_out_is_not_differentiable():
+    out_partial = zeros(2, 3, 4, 8).requires_grad_()
+    with pytest.raises((ValueError, RuntimeError), match="out"):
+        neginf.flash_attn_combine(out_partial, zeros(2, 4, 3), out=zeros(3, 4, 8))
+    with torch.no_grad():
+        neginf.flash_attn_combine(out_partial, zeros(2, 4, 3), out=zeros(3, 4, 8))
+
+
+def test_merge_states():
+    out, lse = zeros(3, 4, 8), zeros(4, 3)
+    with pytest.raises(ValueError, match="outs"):
+        neginf.merge_states([], [])
+    with pytest.raises(ValueError, match="lses"):
+        neginf.merge_states([out, out], [lse])
+    with pytest.raises(ValueError, match="outs"):
+        neginf.merge_states([out, out[:2]], [lse, lse])
+    with pytest.raises(ValueError, match="lses"):
+        neginf.merge_states([out, out], [lse, lse[:, :2]])
+    with pytest.raises(TypeError, match="outs"):
+        neginf.merge_states([out, out.half()], [lse, lse])
+    with pytest.raises(TypeError, match="lses"):
+        neginf.merge_states([out, out], [lse, lse.double()])
+
+
+def test_backend_names():
+    with pytest.raises(ValueError, match="sm12345"), neginf.backend("sm12345"):
+        pass
+    built = {arch for _, arch, _, _ in _C.kernels()}
+    for name in {"sm80"} - built:
+        with pytest.raises(NotImplementedError, match="NEGINF_BACKENDS"), neginf.backend(name):
+            pass
+    with neginf.backend("cpu"):
+        neginf.flash_attn_func(**dense_arguments())
+    assert _C.get_backend() is None
+
+
+def test_backend_is_restored_after_an_exception():
+    with pytest.raises(KeyError), neginf.backend("cpu"):
+        raise KeyError
+    assert _C.get_backend() is None
+
+
+@runs_on("forward", dtypes=HALF, gpu_only=True)
+def test_gpu_device_mix(target):
+    gpu = torch.zeros(1, 2, 1, 64, dtype=target.dtype, device=target.device)
+    for name in "qkv":
+        arguments = dict.fromkeys("qkv", gpu)
+        arguments[name] = gpu.cpu()
+        with pytest.raises(ValueError, match=r"^[qkv]: got a tensor on"):
+            neginf.flash_attn_func(**arguments)
+    for name in ("sink", "alibi_slopes"):
+        with pytest.raises(ValueError, match=f"^{name}"):
+            neginf.flash_attn_func(gpu, gpu, gpu, **{name: zeros(1)})
+    with pytest.raises(ValueError, match=r"^seqused_k"):
+        neginf.flash_attn_func(gpu, gpu, gpu, seqused_k=int32([1], "cpu"))
+
+
+@runs_on("forward", dtypes=HALF, gpu_only=True)
+def test_gpu_without_a_kernel(target):
+    """What this build lacks is named, together with how to get it."""
+    with neginf.backend(target.forced_backend):
+        too_wide = target.max_head_dim + 1
+        if too_wide <= 256:
+            q = torch.zeros(1, 2, 1, too_wide, dtype=target.dtype, device=target.device)
+            with pytest.raises(NotImplementedError, match=r"forward.*NEGINF_"):
+                neginf.flash_attn_func(q, q, q)
+        if not max_head_dim("backward", target.arch, str(target.dtype)[6:]):
+            q = torch.zeros(1, 2, 1, 64, dtype=target.dtype, device=target.device)
+            q.requires_grad_()
+            with pytest.raises(NotImplementedError, match="backward"):
+                neginf.flash_attn_func(q, q, q).sum().backward()
+    for dtype in (torch.float32, torch.float64):
+        q = torch.zeros(1, 2, 1, 64, dtype=dtype, device=target.device)
+        with pytest.raises(TypeError, match=r"^q: got dtype"):
+            neginf.flash_attn_func(q, q, q)
