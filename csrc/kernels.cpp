@@ -18,18 +18,14 @@ void add_kernel(const Kernel& kernel) { registry().push_back(kernel); }
 
 const std::vector<Kernel>& built_kernels() { return registry(); }
 
-const Kernel* find_kernel(Operation operation, const std::vector<Arch>& archs, DType dtype,
-                          int head_dim) {
-  for (const Arch arch : archs) {
-    const Kernel* best = nullptr;
-    for (const Kernel& kernel : registry()) {
-      const bool fits = kernel.operation == operation && kernel.arch == arch &&
-                        kernel.dtype == dtype && kernel.head_dim >= head_dim;
-      if (fits && (best == nullptr || kernel.head_dim < best->head_dim)) best = &kernel;
-    }
-    if (best != nullptr) return best;
+const Kernel* find_kernel(Operation operation, Arch arch, DType dtype, int head_dim) {
+  const Kernel* best = nullptr;
+  for (const Kernel& kernel : registry()) {
+    const bool fits = kernel.operation == operation && kernel.arch == arch &&
+                      kernel.dtype == dtype && kernel.head_dim >= head_dim;
+    if (fits && (best == nullptr || kernel.head_dim < best->head_dim)) best = &kernel;
   }
-  return nullptr;
+  return best;
 }
 
 const char* name(Operation operation) {

@@ -55,10 +55,8 @@ struct Kernel {
 // Everything in this build, in no particular order.
 const std::vector<Kernel>& built_kernels();
 
-// The kernel with the smallest head_dim that fits, from the first of `archs` that has one;
-// null when there is none.
-const Kernel* find_kernel(Operation operation, const std::vector<Arch>& archs, DType dtype,
-                          int head_dim);
+// The kernel of this architecture with the smallest head_dim that fits; null when there is none.
+const Kernel* find_kernel(Operation operation, Arch arch, DType dtype, int head_dim);
 
 namespace detail {
 void add_kernel(const Kernel& kernel);

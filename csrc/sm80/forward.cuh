@@ -27,6 +27,7 @@
 #include "../common/cuda_check.h"
 #include "../common/key_tiles.h"
 #include "../common/row_tile.h"
+#include "../common/shared_memory.h"
 #include "../common/softmax.h"
 #include "../kernels.h"
 #include "tile_sizes.h"
@@ -434,11 +435,9 @@ void run_forward(const ForwardParams<float>& params) {
                              std::to_string(blocks));
   }
   constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
-  auto* const kernel = forward_kernel<Traits>;
-  cuda_check(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-      "sm80 forward, shared memory");
-  kernel<<<static_cast<unsigned>(blocks), Traits::kThreads, kSharedBytes, params.stream>>>(params);
+  allow_shared_memory<forward_kernel<Traits>>(kSharedBytes);
+  forward_kernel<Traits>
+      <<<static_cast<unsigned>(blocks), Traits::kThreads, kSharedBytes, params.stream>>>(params);
   cuda_check(cudaGetLastError(), "sm80 forward");
 }
 

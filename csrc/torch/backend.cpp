@@ -2,8 +2,10 @@
 
 #include <c10/util/Exception.h>
 
-#include <mutex>
+#include <algorithm>
+#include <atomic>
 #include <set>
+#include <span>
 #include <sstream>
 
 #ifdef NEGINF_WITH_CUDA
@@ -16,36 +18,33 @@ namespace neginf {
 
 namespace {
 
-std::mutex forced_mutex;
-std::optional<std::string> forced_backend;
+std::atomic<std::optional<Arch>> forced_arch;
 
 // The architectures whose kernels run on the tensor's device, best first.
-std::vector<Arch> archs_for(const at::Tensor& tensor) {
-  if (tensor.is_cpu()) return {Arch::cpu};
+std::span<const Arch> archs_for(const at::Tensor& tensor) {
+  static constexpr Arch kCpu[] = {Arch::cpu};
+  if (tensor.is_cpu()) return kCpu;
 #ifdef NEGINF_WITH_CUDA
+  // sm90 binaries use instructions that no other architecture has.
+  static constexpr Arch kHopper[] = {Arch::sm90, Arch::sm80, Arch::cuda};
   if (tensor.is_cuda()) {
     const int capability = compute_capability(tensor.get_device());
-    // sm90 binaries use instructions that no other architecture has.
-    if (capability == 90) return {Arch::sm90, Arch::sm80, Arch::cuda};
-    if (capability >= 80) return {Arch::sm80, Arch::cuda};
+    if (capability == 90) return kHopper;
+    if (capability >= 80) return std::span(kHopper).subspan(1);
   }
 #endif
   return {};
 }
 
-std::vector<Arch> candidate_archs(const at::Tensor& tensor) {
-  const std::vector<Arch> available = archs_for(tensor);
-  const std::optional<std::string> forced = get_backend();
-  if (!forced.has_value()) return available;
-  std::vector<Arch> allowed;
-  for (const Arch arch : available) {
-    // Plain-CUDA helper kernels belong to every GPU back-end.
-    if (*forced == name(arch) || (*forced != "cpu" && arch == Arch::cuda)) allowed.push_back(arch);
-  }
-  TORCH_CHECK_VALUE(!allowed.empty() && *forced == name(allowed.front()), "back-end '", *forced,
-                    "' is forced, but it cannot run tensors on ", tensor.device(),
+bool is_allowed(Arch arch, Arch forced) {
+  // Plain-CUDA helper kernels belong to every GPU back-end.
+  return arch == forced || (arch == Arch::cuda && forced != Arch::cpu);
+}
+
+void check_forced_arch_runs(Arch forced, std::span<const Arch> archs, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(std::find(archs.begin(), archs.end(), forced) != archs.end(), "back-end '",
+                    name(forced), "' is forced, but it cannot run tensors on ", tensor.device(),
                     "; move the tensors or lift NEGINF_BACKEND / neginf.backend(...)");
-  return allowed;
 }
 
 std::string contents_of_build(Operation operation) {
@@ -71,19 +70,35 @@ std::string contents_of_build(Operation operation) {
 }  // namespace
 
 void set_backend(std::optional<std::string> backend) {
-  const std::lock_guard<std::mutex> lock(forced_mutex);
-  forced_backend = std::move(backend);
+  if (!backend.has_value()) {
+    forced_arch = std::nullopt;
+    return;
+  }
+  for (const Arch arch : {Arch::cpu, Arch::sm80, Arch::sm90}) {
+    if (*backend == name(arch)) {
+      forced_arch = arch;
+      return;
+    }
+  }
+  TORCH_CHECK_VALUE(false, "backend: got '", *backend, "'; accepted are cpu, sm80 and sm90");
 }
 
 std::optional<std::string> get_backend() {
-  const std::lock_guard<std::mutex> lock(forced_mutex);
-  return forced_backend;
+  const std::optional<Arch> forced = forced_arch;
+  return forced.has_value() ? std::optional<std::string>(name(*forced)) : std::nullopt;
 }
 
 const Kernel& select_kernel(Operation operation, const at::Tensor& tensor, DType dtype,
                             int64_t head_dim) {
-  const Kernel* kernel =
-      find_kernel(operation, candidate_archs(tensor), dtype, static_cast<int>(head_dim));
+  const std::span<const Arch> archs = archs_for(tensor);
+  const std::optional<Arch> forced = forced_arch;
+  if (forced.has_value()) check_forced_arch_runs(*forced, archs, tensor);
+  const Kernel* kernel = nullptr;
+  for (const Arch arch : archs) {
+    if (forced.has_value() && !is_allowed(arch, *forced)) continue;
+    kernel = find_kernel(operation, arch, dtype, static_cast<int>(head_dim));
+    if (kernel != nullptr) break;
+  }
   TORCH_CHECK_NOT_IMPLEMENTED(
       kernel != nullptr, "neginf has no ", name(operation), " kernel for ", name(dtype),
       " with head_dim ", head_dim, " on ", tensor.device(), ". This build holds for ",

@@ -2,12 +2,19 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
+
+#include <array>
+#include <mutex>
+#include <string>
+#include <vector>
 
 #include "common/split_heuristic.h"
 #include "torch/backend.h"
 #include "torch/inputs.h"
+#include "torch/node.h"
 #include "torch/operators.h"
 
 namespace neginf {
@@ -142,83 +149,89 @@ std::tuple<Tensor, Tensor> call_forward(const Tensor& q, const Tensor& k, const 
                  options.deterministic);
 }
 
-// What the backward needs again of an Options: its tensors go into save_for_backward, where
-// autograd checks that nobody changes them, and the rest into one object. As one entry of
-// saved_data for each field it cost a fifth of the host time of a call that records a gradient.
-struct SavedOptions : torch::CustomClassHolder {
-  Options options;  // without its tensors
-
-  static torch::autograd::variable_list tensors_of(const Options& options) {
-    return {options.cu_seqlens_q.value_or(Tensor()), options.cu_seqlens_k.value_or(Tensor()),
-            options.seqused_q.value_or(Tensor()),    options.seqused_k.value_or(Tensor()),
-            options.alibi_slopes.value_or(Tensor()), options.sink.value_or(Tensor())};
-  }
-
-  static c10::IValue rest_of(Options options) {
-    options.cu_seqlens_q = options.cu_seqlens_k = options.seqused_q = options.seqused_k =
-        options.alibi_slopes = options.sink = std::nullopt;
-    auto saved = c10::make_intrusive<SavedOptions>();
-    saved->options = std::move(options);
-    return c10::IValue::make_capsule(std::move(saved));
-  }
-
-  // `tensors` points at what tensors_of returned.
-  static Options join(const c10::IValue& rest, const Tensor* tensors) {
-    Options options = c10::static_intrusive_pointer_cast<SavedOptions>(rest.toCapsule())->options;
-    for (std::optional<Tensor>* field :
-         {&options.cu_seqlens_q, &options.cu_seqlens_k, &options.seqused_q, &options.seqused_k,
-          &options.alibi_slopes, &options.sink}) {
-      if (tensors->defined()) *field = *tensors;
-      ++tensors;
-    }
-    return options;
-  }
-};
-
-class Attention : public torch::autograd::Function<Attention> {
+// The node of autograd's graph, written as torch's own generated ones are.
+// torch::autograd::Function is shorter, and took twice as long per call as all that torch does for
+// its attention.
+class AttentionNode : public torch::autograd::Node {
  public:
-  // `sink` stands beside `options`, which holds it too, so that autograd sees it as an input.
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx,
-                                                const Tensor& q, const Tensor& k, const Tensor& v,
-                                                const std::optional<Tensor>& sink,
-                                                const Options& options) {
-    (void)sink;
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    auto [out, lse] = call_forward(q, k, v, options);
-    torch::autograd::variable_list saved{q, k, v, out, lse};
-    const auto tensors = SavedOptions::tensors_of(options);
-    saved.insert(saved.end(), tensors.begin(), tensors.end());
-    ctx->save_for_backward(std::move(saved));
-    ctx->saved_data["options"] = SavedOptions::rest_of(options);
-    ctx->set_materialize_grads(false);
-    return {out, lse};
+  // Makes `out` and `lse` outputs of a new node, whose inputs are q, k, v and the sink.
+  static void record(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options,
+                     const Tensor& out, const Tensor& lse) {
+    const auto node = make_node<AttentionNode>();
+    node->set_next_edges(torch::autograd::collect_next_edges(q, k, v, options.sink));
+    torch::autograd::set_history(out, node);
+    torch::autograd::set_history(lse, node);
+    node->save(q, k, v, options, out, lse);
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 const torch::autograd::variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const Options options = SavedOptions::join(ctx->saved_data["options"], saved.data() + 5);
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto self = getptr();
     const auto optional = [](const Tensor& grad) {
       return grad.defined() ? std::optional<Tensor>(grad) : std::nullopt;
     };
-    auto [dq, dk, dv, dsink] = call_backward(optional(grads[0]), optional(grads[1]), saved[0],
-                                             saved[1], saved[2], saved[3], saved[4], options);
-    return {dq, dk, dv, options.sink.has_value() ? dsink : Tensor(), Tensor()};
+    Options options = options_;
+    auto saved = option_tensors_.begin();
+    for (std::optional<Tensor>* field : tensors_of(options)) {
+      if (field->has_value()) *field = (saved++)->unpack();
+    }
+    auto [dq, dk, dv, dsink] =
+        call_backward(optional(grads[0]), optional(grads[1]), q_.unpack(), k_.unpack(), v_.unpack(),
+                      out_.unpack(self), lse_.unpack(self), options);
+    return {dq, dk, dv, options.sink.has_value() ? dsink : Tensor()};
   }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (SavedVariable* saved : {&q_, &k_, &v_, &out_, &lse_}) saved->reset_data();
+    for (SavedVariable& saved : option_tensors_) saved.reset_data();
+  }
+
+  std::string name() const override { return "NeginfAttentionBackward"; }
+
+ private:
+  using SavedVariable = torch::autograd::SavedVariable;
+
+  static std::array<std::optional<Tensor>*, 6> tensors_of(Options& options) {
+    return {&options.cu_seqlens_q, &options.cu_seqlens_k, &options.seqused_q,
+            &options.seqused_k,    &options.alibi_slopes, &options.sink};
+  }
+
+  void save(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options,
+            const Tensor& out, const Tensor& lse) {
+    q_ = SavedVariable(q, /*is_output=*/false);
+    k_ = SavedVariable(k, false);
+    v_ = SavedVariable(v, false);
+    out_ = SavedVariable(out, /*is_output=*/true);
+    lse_ = SavedVariable(lse, true);
+    options_ = options;
+    for (std::optional<Tensor>* field : tensors_of(options_)) {
+      if (!field->has_value()) continue;
+      option_tensors_.emplace_back(**field, false);
+      **field = Tensor();
+    }
+  }
+
+  SavedVariable q_, k_, v_, out_, lse_;
+  Options options_;  // an undefined tensor holds the place of each one in option_tensors_
+  std::vector<SavedVariable> option_tensors_;
 };
 
 std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
                                             NEGINF_OPTIONS_PARAMETERS) {
   const Options options = NEGINF_OPTIONS;
-  const bool needs_grad =
-      at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad() ||
-                                     (sink.has_value() && sink->requires_grad()));
-  if (!needs_grad) {
+  using torch::autograd::isFwGradDefined;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !isFwGradDefined(q) && !isFwGradDefined(k) && !isFwGradDefined(v) && !isFwGradDefined(sink),
+      "neginf has no forward-mode derivative");
+  auto [out, lse] = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_forward(q, k, v, options);
+  }();
+  if (torch::autograd::compute_requires_grad(q, k, v, sink)) {
+    AttentionNode::record(q, k, v, options, out, lse);
   }
-  auto results = Attention::apply(q, k, v, sink, options);
-  return {results[0], results[1]};
+  return {out, lse};
 }
 
 }  // namespace
