@@ -16,7 +16,10 @@ namespace neginf {
 template <typename Real>
 class BasicDivisor {
  public:
+  // A +inf that came in from outside is no empty row and no padding either: it makes its row NaN.
   static NEGINF_HOST_DEVICE BasicDivisor of(BasicLse<Real> lse) {
+    constexpr Real nan = std::numeric_limits<Real>::quiet_NaN();
+    if (!may_be_public(lse.value())) return BasicDivisor(nan);
     return BasicDivisor(lse.is_empty() ? Real(0) : lse.value());
   }
 

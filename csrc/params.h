@@ -56,17 +56,26 @@ struct Problem {
   const Real* sink;            // (num_heads), null: none
 };
 
+// What forward and backward read alike.
 template <typename Real>
-struct ForwardParams {
+struct AttentionInputs {
   Problem<Real> problem;
 
   const void* q;  // (batch, seqlen_q, num_heads, head_dim) or (total_q, num_heads, head_dim)
   const void* k;  // (batch, seqlen_k, num_heads_k, head_dim) or (total_k, num_heads_k, head_dim)
   const void* v;  // as k
-  void* out;      // as q
-  BasicLse<Real>* lse;
-  Strides q_strides, k_strides, v_strides, out_strides;
+  Strides q_strides, k_strides, v_strides;
   LseStrides lse_strides;
+
+  int num_sms;  // multiprocessors of the device, 0 on the CPU
+  CUstream_st* stream;
+};
+
+template <typename Real>
+struct ForwardParams : AttentionInputs<Real> {
+  void* out;  // as q
+  BasicLse<Real>* lse;
+  Strides out_strides;
 
   // num_splits > 1: split s writes its state, as Real, to out_partial + s *
   // out_partial_split_stride and lse_partial + s * lse_partial_split_stride instead of out and lse.
@@ -77,33 +86,21 @@ struct ForwardParams {
   Strides out_partial_strides;
   int64_t out_partial_split_stride;
   int64_t lse_partial_split_stride;  // within a split: lse_strides
-
-  int num_sms;  // multiprocessors of the device, 0 on the CPU
-  CUstream_st* stream;
 };
 
 template <typename Real>
-struct BackwardParams {
-  Problem<Real> problem;
-
-  const void* q;
-  const void* k;
-  const void* v;
-  const void* out;
-  const void* dout;
+struct BackwardParams : AttentionInputs<Real> {
+  const void* out;            // as q
+  const void* dout;           // as q
   const BasicLse<Real>* lse;  // public values; never modified
   const Real* dlse;           // lse-shaped with lse_strides, null: zero
   void* dq;
   void* dk;
   void* dv;
   Real* dsink;  // (batch, num_heads), summed over batch by the caller; null without a sink
-  Strides q_strides, k_strides, v_strides, out_strides, dout_strides;
+  Strides out_strides, dout_strides;
   Strides dq_strides, dk_strides, dv_strides;
-  LseStrides lse_strides;
   bool deterministic;
-
-  int num_sms;
-  CUstream_st* stream;
 };
 
 // Strides in elements of combine's tensors; varlen tensors come with batch = 1.

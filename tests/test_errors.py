@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwad
 
 import neginf
 from neginf import _C
@@ -213,8 +214,61 @@ def test_combine_into_out_is_not_differentiable():
         neginf.flash_attn_combine(out_partial, zeros(2, 4, 3), out=zeros(3, 4, 8))
 
 
+def test_combine_writes_into_memory_of_its_own():
+    """Rows are merged in no particular order: none may be written where one is still to be read."""
+    out_partial, lse_partial = zeros(3, 1, 5, 2, 4), zeros(3, 1, 2, 5)
+    shared = zeros(1, 1, 1, 4).expand(1, 5, 2, 4)
+    across = out_partial.view(-1)[8:48].view(1, 5, 2, 4)
+    for out in (shared, across, out_partial[0]):
+        with pytest.raises(ValueError, match=r"^out: got"):
+            neginf.flash_attn_combine(out_partial, lse_partial, out=out)
+
+
+def test_combine_into_out_invalidates_what_autograd_saved():
+    x = zeros(1, 3, 2, 4).requires_grad_()
+    y = x * 1
+    loss = (y * y).sum()
+    with torch.inference_mode():
+        neginf.flash_attn_combine(zeros(2, 1, 3, 2, 4), zeros(2, 1, 2, 3), out=y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_forward_mode_is_not_implemented():
+    q, out_partial = zeros(1, 3, 2, 8), zeros(2, 1, 3, 2, 8)
+    with fwad.dual_level():
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            neginf.flash_attn_func(fwad.make_dual(q, q), q, q)
+        dual = fwad.make_dual(out_partial, out_partial)
+        with pytest.raises(ValueError, match=r"^out: got"):
+            neginf.flash_attn_combine(dual, zeros(2, 1, 2, 3), out=q)
+
+
+def test_backward_rejects_a_public_inf():
+    """+inf does not mean empty (contract section 5): a ring must not take another library's lse."""
+    q = zeros(1, 3, 2, 8)
+    out, lse = neginf.flash_attn_func(q, q, q, return_lse=True)
+    options = (None,) * 6 + (1.0, False, -1, -1, 0.0, None, None, 1, False)
+    with pytest.raises(ValueError, match=r"^lse: got \+inf"):
+        torch.ops.neginf.backward(q, None, q, q, q, out, torch.full_like(lse, INF), *options)
+
+
+def test_fake_tensors_are_checked_too():
+    q = zeros(1, 3, 2, 8).to("meta")
+    for changes, error in (
+        ({"k": q.half()}, TypeError),
+        ({"softmax_scale": float("nan")}, ValueError),
+        ({"num_splits": -4}, ValueError),
+        ({"q": None}, TypeError),
+    ):
+        with pytest.raises(error, match=f"^{next(iter(changes))}"):
+            neginf.flash_attn_func(**{"q": q, "k": q, "v": q, **changes})
+
+
 def test_merge_states():
     out, lse = zeros(3, 4, 8), zeros(4, 3)
+    with pytest.raises(TypeError, match=r"^outs\[1\]: got int"):
+        neginf.merge_states([out, 1], [lse, lse])
     with pytest.raises(ValueError, match="outs"):
         neginf.merge_states([], [])
     with pytest.raises(ValueError, match="lses"):

@@ -110,6 +110,8 @@ class OnlineSoftmax {
   // `output`, accumulated so far, is rescaled to it.
   template <class Scores, class Output>
   __device__ __forceinline__ void step(Scores& scores, Output& output) {
+    float shift[kRows];
+    float largest = 0.f;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float tile_max = row_max_[r];
@@ -117,18 +119,22 @@ class OnlineSoftmax {
       for (int c = 0; c < size<1>(scores); ++c) tile_max = running_max(tile_max, scores(r, c));
       tile_max = reduce_quad(tile_max, running_max<float>);
 
-      const float shift = softmax_shift(tile_max);
-      const float rescale = probability(row_max_[r], shift);
+      shift[r] = softmax_shift(tile_max);
+      largest = running_max(largest, fabsf(shift[r]));
+      const float rescale = exact_probability(row_max_[r], shift[r]);
       row_max_[r] = tile_max;
-
       row_sum_[r] *= rescale;
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        scores(r, c) = probability(scores(r, c), shift);
-        row_sum_[r] += scores(r, c);
-      }
-      CUTE_UNROLL
       for (int c = 0; c < size<1>(output); ++c) output(r, c) *= rescale;
+    }
+    if (__any_sync(0xffffffffu, largest * scale_log2_ > kExactFma)) {
+      exponentiate(scores, [&](float score, int r) { return exact_probability(score, shift[r]); });
+    } else {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) shift[r] *= -scale_log2_;
+      exponentiate(scores, [&](float score, int r) {
+        return exp2_approx(fmaf(score, scale_log2_, shift[r]));
+      });
     }
   }
 
@@ -140,10 +146,25 @@ class OnlineSoftmax {
   }
 
  private:
-  // Not fma(score, scale_log2, -shift * scale_log2): the rounding of that product is as large as
-  // exp2 can take for scores near 1e11, and the largest score must give exactly 1.
-  __device__ __forceinline__ float probability(float score, float shift) const {
+  // As one fma, score * scale_log2 - shift * scale_log2 is off by the rounding of the second
+  // product: 2^-14 at this size of it, which no 16-bit probability shows, and as much as exp2 can
+  // take for scores near 1e11.
+  static constexpr float kExactFma = 1024.f;
+
+  __device__ __forceinline__ float exact_probability(float score, float shift) const {
     return exp2_approx((score - shift) * scale_log2_);
+  }
+
+  template <class Scores, class Probability>
+  __device__ __forceinline__ void exponentiate(Scores& scores, const Probability& probability) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        scores(r, c) = probability(scores(r, c), r);
+        row_sum_[r] += scores(r, c);
+      }
+    }
   }
 
   float scale_;

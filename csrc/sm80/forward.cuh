@@ -16,7 +16,8 @@
 //                 all warps are past O(t-1):                 all warps are past S(t):
 //                 the stage of V(t-1) is free                the stage of K(t) is free
 //
-// A tile without keys runs the loop zero times and leaves through the same epilogue.
+// A tile without keys runs the loop zero times and leaves through the same epilogue. Softcap and
+// ALiBi are a second kernel: as a branch at run time they cost the plain one its registers.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -36,15 +37,57 @@ namespace neginf::sm80 {
 
 using namespace cute;
 
+// -------------------------------------------------------------------------------------------- work
+
+// What a CTA works on. It lives in shared memory: the accumulators need the registers, and most of
+// this is read once per tile.
+struct Work {
+  RowTile tile;
+  int head;
+  int split;
+  Mask mask;
+  KeyTiles key_tiles;
+  // Keys that no row of the sequence sees may hold NaN, which P = 0 would not undo in P V.
+  Range visible_keys;
+  int64_t k_offset;  // of the sequence and head, in elements
+  int64_t v_offset;
+
+  // In the one-dimensional grid row tiles run fastest, so that neighbours share K and V in L2.
+  static __device__ Work of(const ForwardParams<float>& params, int block_m, int block_n) {
+    const Problem<float>& problem = params.problem;
+    const int block = static_cast<int>(blockIdx.x);
+    const int tiles = static_cast<int>(num_row_tiles(problem, block_m));
+    const int head_and_split = block / tiles;
+    const RowTile tile = find_row_tile(problem, block_m, block - head_and_split * tiles);
+    const Sequence keys = key_sequence(problem, tile.index);
+    const int split = head_and_split / problem.num_heads;
+    const int head = head_and_split - split * problem.num_heads;
+    const int head_k = head / (problem.num_heads / problem.num_heads_k);
+    const Mask mask = mask_of(problem, tile.sequence, keys);
+    const auto offset = [&](const Strides& strides) {
+      return tile.index * strides.batch + keys.first_row * strides.row + head_k * strides.head;
+    };
+    return {tile,
+            head,
+            split,
+            mask,
+            KeyTiles::of(mask, tile.rows(block_m), block_n, split, params.num_splits),
+            mask.visible_keys(),
+            offset(params.k_strides),
+            offset(params.v_strides)};
+  }
+};
+
 // ------------------------------------------------------------------------------------------ traits
 
-template <typename Element_, int kHeadDim_>
+template <typename Element_, int kHeadDim_, bool kModifiesScores_>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kBlockM = ForwardTile<kHeadDim>::kBlockM;
-  static constexpr int kBlockN = ForwardTile<kHeadDim>::kBlockN;
-  static constexpr int kWarps = ForwardTile<kHeadDim>::kWarps;
+  static constexpr bool kModifiesScores = kModifiesScores_;
+  static constexpr int kBlockM = ForwardTile<kHeadDim, kModifiesScores>::kBlockM;
+  static constexpr int kBlockN = ForwardTile<kHeadDim, kModifiesScores>::kBlockN;
+  static constexpr int kWarps = ForwardTile<kHeadDim, kModifiesScores>::kWarps;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kStages = 2;  // the waits in the mainloop count on it
   using QueryTile = Shape<Int<kBlockM>, Int<kHeadDim>>;
@@ -83,31 +126,11 @@ struct ForwardTraits {
     alignas(128) Element q[cosize_v<SmemLayoutQ>];  // the epilogue puts O here
     alignas(128) Element k[cosize_v<SmemLayoutKV>];
     alignas(128) Element v[cosize_v<SmemLayoutKV>];
+    Work work;
   };
 };
 
 // -------------------------------------------------------------------------------------------- work
-
-struct Work {
-  RowTile tile;
-  int head;
-  int split;
-  Sequence keys;
-  Mask mask;
-
-  // In the one-dimensional grid row tiles run fastest, so that neighbours share K and V in L2.
-  static __device__ Work of(const ForwardParams<float>& params, int block_m) {
-    const Problem<float>& problem = params.problem;
-    const int block = static_cast<int>(blockIdx.x);
-    const int tiles = static_cast<int>(num_row_tiles(problem, block_m));
-    const int head_and_split = block / tiles;
-    const RowTile tile = find_row_tile(problem, block_m, block - head_and_split * tiles);
-    const Sequence keys = key_sequence(problem, tile.index);
-    const int split = head_and_split / problem.num_heads;
-    return {tile, head_and_split - split * problem.num_heads, split, keys,
-            mask_of(problem, tile.sequence, keys)};
-  }
-};
 
 // --------------------------------------------------------------------------------------- tensors
 
@@ -187,43 +210,25 @@ __device__ __forceinline__ void load_tile(const Global& global, const Shared& sh
   }
 }
 
-// K or V of one sequence and head, tile by tile into the stages of its ring.
+// Loads tile number t of K or V into its stage, as one cp.async group. Past the last tile the group
+// is empty: the waits in the mainloop count groups.
 template <typename Traits>
-struct KeyLoader {
+__device__ __forceinline__ void load_keys(const void* tensor, int64_t offset, int64_t row_stride,
+                                          typename Traits::Element* stages, const Work& work, int t,
+                                          int head_dim) {
   using Element = typename Traits::Element;
-
-  const Element* base;
-  int64_t row_stride;
-  Element* stages;
-  int head_dim;
-  // Keys that no row of the sequence sees may hold NaN, which P = 0 would not undo in P V.
-  Range visible;
-
-  __device__ KeyLoader(const ForwardParams<float>& params, const Work& work, const void* tensor,
-                       const Strides& strides, Element* stages)
-      : row_stride(strides.row),
-        stages(stages),
-        head_dim(params.problem.head_dim),
-        visible(work.mask.visible_keys()) {
-    const int head_k = work.head / (params.problem.num_heads / params.problem.num_heads_k);
-    base = static_cast<const Element*>(tensor) + work.tile.index * strides.batch +
-           head_k * strides.head + work.keys.first_row * strides.row;
+  if (t < work.key_tiles.size()) {
+    const int first_key = work.key_tiles.at(t) * Traits::kBlockN;
+    Tensor global = make_tensor(
+        make_gmem_ptr(static_cast<const Element*>(tensor) + offset + first_key * row_stride),
+        typename Traits::KeyTile{}, make_stride(row_stride, _1{}));
+    Tensor ring = make_tensor(make_smem_ptr(stages), typename Traits::SmemLayoutKV{});
+    load_tile<Traits>(global, ring(_, _, t % Traits::kStages),
+                      {work.visible_keys.begin - first_key, work.visible_keys.end - first_key},
+                      head_dim);
   }
-
-  // Issues the tile of iteration t as one cp.async group. Past the last iteration the group is
-  // empty: the waits in the mainloop count groups.
-  __device__ __forceinline__ void issue(const KeyTiles& tiles, int t) const {
-    if (t < tiles.size()) {
-      const int first_key = tiles.at(t) * Traits::kBlockN;
-      Tensor global = make_tensor(make_gmem_ptr(base + first_key * row_stride),
-                                  typename Traits::KeyTile{}, make_stride(row_stride, _1{}));
-      Tensor ring = make_tensor(make_smem_ptr(stages), typename Traits::SmemLayoutKV{});
-      load_tile<Traits>(global, ring(_, _, t % Traits::kStages),
-                        {visible.begin - first_key, visible.end - first_key}, head_dim);
-    }
-    cp_async_fence();
-  }
-};
+  cp_async_fence();
+}
 
 // ---------------------------------------------------------------------------------------- mainloop
 
@@ -260,10 +265,15 @@ __device__ __forceinline__ void mainloop(const ForwardParams<float>& params, con
   Tensor coordinates = make_tensor(tScS.data(), rows_and_columns(tScS.layout()));
   Tensor output = make_tensor(tOrO.data(), rows_and_columns(tOrO.layout()));
 
-  const KeyTiles tiles = KeyTiles::of(work.mask, work.tile.rows(Traits::kBlockM), kBlockN,
-                                      work.split, params.num_splits);
-  const KeyLoader<Traits> keys(params, work, params.k, params.k_strides, shared.k);
-  const KeyLoader<Traits> values(params, work, params.v, params.v_strides, shared.v);
+  const auto load_k_tile = [&](int t) {
+    load_keys<Traits>(params.k, work.k_offset, params.k_strides.row, shared.k, work, t,
+                      params.problem.head_dim);
+  };
+  const auto load_v_tile = [&](int t) {
+    load_keys<Traits>(params.v, work.v_offset, params.v_strides.row, shared.v, work, t,
+                      params.problem.head_dim);
+  };
+  const KeyTiles& tiles = work.key_tiles;
 
   // Inlined by force: in a call the accumulators would live in memory.
   const auto step = [&](int t, auto masked) __attribute__((always_inline)) {
@@ -272,10 +282,10 @@ __device__ __forceinline__ void mainloop(const ForwardParams<float>& params, con
     const auto row_of = [&](int r) { return work.tile.first_row + get<0>(coordinates(r, 0)); };
     const auto key_of = [&](int c) { return first_key + get<1>(coordinates(0, c)); };
 
-    keys.issue(tiles, t + 1);
+    load_k_tile(t + 1);
     cp_async_wait<2>();  // K(t); younger: V(t), K(t+1)
     __syncthreads();
-    values.issue(tiles, t + 1);
+    load_v_tile(t + 1);
     Tensor tSrS = partition_fragment_C(mma, ScoreTile{});
     clear(tSrS);
     multiply(mma, tSrS, tSrQ, tSrK, [&](int k) {
@@ -284,7 +294,7 @@ __device__ __forceinline__ void mainloop(const ForwardParams<float>& params, con
     });
 
     Tensor scores = make_tensor(tSrS.data(), rows_and_columns(tSrS.layout()));
-    modifiers.apply(scores, work.mask, row_of, key_of);
+    if constexpr (Traits::kModifiesScores) modifiers.apply(scores, work.mask, row_of, key_of);
     if constexpr (masked) apply_mask(scores, work.mask, row_of, key_of);
     softmax.step(scores, output);
 
@@ -299,8 +309,8 @@ __device__ __forceinline__ void mainloop(const ForwardParams<float>& params, con
   load_tile<Traits>(
       query_tile<Traits>(static_cast<const Element*>(params.q), params.q_strides, work), sQ,
       {0, work.tile.sequence.length - work.tile.first_row}, params.problem.head_dim);
-  keys.issue(tiles, 0);  // in one group with Q
-  values.issue(tiles, 0);
+  load_k_tile(0);  // in one group with Q
+  load_v_tile(0);
   int t = 0;
   for (; t < tiles.unmasked.size(); ++t) step(t, false_type{});
   for (; t < tiles.size(); ++t) step(t, true_type{});
@@ -402,7 +412,9 @@ __global__ void __launch_bounds__(Traits::kThreads)
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(shared_memory);
   using OutputTile = typename Traits::QueryTile;
 
-  const Work work = Work::of(params, Traits::kBlockM);
+  if (threadIdx.x == 0) shared.work = Work::of(params, Traits::kBlockM, Traits::kBlockN);
+  __syncthreads();
+  const Work& work = shared.work;
   const auto modifiers = ScoreModifiers::of(params.problem, work.tile.index, work.head);
   typename Traits::TiledMma mma;
   Tensor tOrO = partition_fragment_C(mma, OutputTile{});  // ((2, 2), M, head_dim / 8)
@@ -423,9 +435,8 @@ __global__ void __launch_bounds__(Traits::kThreads)
 
 // Pointers are aligned to 16 bytes, head_dim and the strides of row, head and batch are multiples
 // of 8 elements; head_dim <= kHeadDim.
-template <typename Element, int kHeadDim>
-void run_forward(const ForwardParams<float>& params) {
-  using Traits = ForwardTraits<Element, kHeadDim>;
+template <typename Traits>
+void launch_forward(const ForwardParams<float>& params) {
   const Problem<float>& problem = params.problem;
   const int64_t blocks = num_row_tiles(problem, Traits::kBlockM) * problem.num_heads *
                          static_cast<int64_t>(params.num_splits);
@@ -439,6 +450,14 @@ void run_forward(const ForwardParams<float>& params) {
   forward_kernel<Traits>
       <<<static_cast<unsigned>(blocks), Traits::kThreads, kSharedBytes, params.stream>>>(params);
   cuda_check(cudaGetLastError(), "sm80 forward");
+}
+
+template <typename Element, int kHeadDim>
+void run_forward(const ForwardParams<float>& params) {
+  const bool modifies_scores =
+      params.problem.softcap != 0.f || params.problem.alibi_slopes != nullptr;
+  modifies_scores ? launch_forward<ForwardTraits<Element, kHeadDim, true>>(params)
+                  : launch_forward<ForwardTraits<Element, kHeadDim, false>>(params);
 }
 
 template <typename Element, int kHeadDim>

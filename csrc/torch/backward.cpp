@@ -27,35 +27,26 @@ void check_like(const Tensor& tensor, const char* argument, at::IntArrayRef size
 
 template <typename Real>
 Gradients run_backward(const std::optional<Tensor>& dout_in, const std::optional<Tensor>& dlse_in,
-                       const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-                       const Tensor& out_in, const Tensor& lse_in, const Options& options,
-                       const Shape& shape) {
-  const c10::DeviceGuard guard(q_in.device());
-  const DType dtype = dtype_of(q_in, "q");
-  const at::ScalarType accumulate = accumulate_type(q_in.scalar_type());
-  const int64_t head_dim = padded_head_dim(q_in, shape.head_dim);
-  const Kernel& kernel = select_kernel(Operation::backward, q_in, dtype, head_dim);
-  const Tensor q = readable(q_in), k = readable(k_in), v = readable(v_in);
+                       const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out_in,
+                       const Tensor& lse_in, const Options& options, const Shape& shape) {
+  const c10::DeviceGuard guard(q.device());
+  const ReadableInputs inputs(q, k, v, options);
+  const Kernel& kernel = select_kernel(Operation::backward, q, dtype_of(q, "q"), inputs.head_dim());
   const Tensor out = readable(out_in);
-  const Tensor dout =
-      readable(dout_in.has_value() ? *dout_in : at::zeros(q_in.sizes(), q.options()));
+  const Tensor dout = readable(dout_in.has_value() ? *dout_in : at::zeros(q.sizes(), q.options()));
   const Tensor lse = lse_in.contiguous();
   const Tensor dlse = dlse_in.has_value() ? dlse_in->contiguous() : Tensor();
-  const ProblemTensors tensors = problem_tensors(options, accumulate);
+  if (lse.is_cpu()) check_public_values<Real>(lse, "lse");
 
-  const Tensor dq = at::empty(q.sizes(), q.options());
-  const Tensor dk = at::empty(k.sizes(), k.options());
-  const Tensor dv = at::empty(v.sizes(), v.options());
-  const Tensor dsink = options.sink.has_value() ? at::empty({shape.batch, shape.num_heads},
-                                                            q.options().dtype(accumulate))
-                                                : Tensor();
+  const Tensor dq = at::empty(inputs.q.sizes(), q.options());
+  const Tensor dk = at::empty(inputs.k.sizes(), q.options());
+  const Tensor dv = at::empty(inputs.v.sizes(), q.options());
+  const Tensor dsink = options.sink.has_value()
+                           ? at::empty({shape.batch, shape.num_heads}, lse.options())
+                           : Tensor();
   if (dq.numel() != 0 || dk.numel() != 0 || dsink.defined()) {
     BackwardParams<Real> params{};
-    params.problem = make_problem<Real>(shape, options, tensors);
-    params.problem.head_dim = static_cast<int>(head_dim);
-    params.q = q.const_data_ptr();
-    params.k = k.const_data_ptr();
-    params.v = v.const_data_ptr();
+    set_inputs(params, shape, options, inputs, lse);
     params.out = out.const_data_ptr();
     params.dout = dout.const_data_ptr();
     params.lse = lse_data<Real>(lse);
@@ -64,26 +55,20 @@ Gradients run_backward(const std::optional<Tensor>& dout_in, const std::optional
     params.dk = dk.mutable_data_ptr();
     params.dv = dv.mutable_data_ptr();
     params.dsink = dsink.defined() ? dsink.mutable_data_ptr<Real>() : nullptr;
-    params.q_strides = strides_of(q);
-    params.k_strides = strides_of(k);
-    params.v_strides = strides_of(v);
     params.out_strides = strides_of(out);
     params.dout_strides = strides_of(dout);
     params.dq_strides = strides_of(dq);
     params.dk_strides = strides_of(dk);
     params.dv_strides = strides_of(dv);
-    params.lse_strides = lse_strides_of(lse);
     params.deterministic = options.deterministic;
-    params.num_sms = num_sms(q);
-    params.stream = current_stream(q);
     launch(kernel, params);
   }
   const auto unpadded = [&](const Tensor& grad) {
-    return head_dim == shape.head_dim ? grad : grad.narrow(-1, 0, shape.head_dim).contiguous();
+    return grad.size(-1) == shape.head_dim ? grad : grad.narrow(-1, 0, shape.head_dim).contiguous();
   };
   return {unpadded(dq), unpadded(dk), unpadded(dv),
           dsink.defined() ? dsink.sum(0).to(options.sink->scalar_type())
-                          : at::empty({0}, q.options().dtype(accumulate))};
+                          : at::empty({0}, lse.options())};
 }
 
 Gradients backward(const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse,
@@ -109,7 +94,7 @@ Gradients backward_meta(const std::optional<Tensor>& dout, const std::optional<T
                         const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                         const Tensor& lse, NEGINF_OPTIONS_PARAMETERS) {
   const Options options = NEGINF_OPTIONS;
-  check_devices(q, k, v, options);
+  check_without_sizes(q, k, v, options);
   check_same_device({"q", q}, {{"dout", dout}, {"dlse", dlse}, {"out", out}, {"lse", lse}});
   const auto empty_like = [](const Tensor& tensor) {
     return at::empty_symint(tensor.sym_sizes(), tensor.options());

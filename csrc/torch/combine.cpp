@@ -1,9 +1,11 @@
 // neginf::combine, combine_out and combine_backward: merging attention states over disjoint keys.
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
 #include "torch/backend.h"
@@ -23,22 +25,14 @@ struct CombineShape {
 
 bool is_varlen(const Tensor& out_partial) { return out_partial.dim() == 4; }
 
-// From here on +inf is in no public value. On the CPU that is checked; elsewhere a check would be
-// a synchronisation, and +inf makes the merged row NaN.
-template <typename Real>
-void check_public_values(const Tensor& lse_partial) {
-  const Tensor values = lse_partial.contiguous();
-  const Real* data = values.const_data_ptr<Real>();
-  for (int64_t i = 0; i < values.numel(); ++i) {
-    TORCH_CHECK_VALUE(may_be_public(data[i]),
-                      "lse_partial: got +inf; accepted are finite values, "
-                      "NaN, and -inf for a row without keys. FlashAttention-2, FlashMLA and torch "
-                      "mark such rows by +inf: convert their log-sum-exp first");
-  }
+bool is_supported(at::ScalarType dtype) {
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf ||
+         dtype == at::kBFloat16;
 }
 
+// `dtype` is that of the merged out, known to the caller as the dtype of `dtype_argument`.
 CombineShape check_partials(const Tensor& out_partial, const Tensor& lse_partial,
-                            at::ScalarType out_dtype) {
+                            at::ScalarType dtype, const char* dtype_argument) {
   check_same_device({"out_partial", out_partial}, {{"lse_partial", lse_partial}});
   TORCH_CHECK_VALUE(out_partial.dim() == 4 || out_partial.dim() == 5, "out_partial: got ",
                     out_partial.dim(),
@@ -46,11 +40,13 @@ CombineShape check_partials(const Tensor& out_partial, const Tensor& lse_partial
                     "head_dim), or 4, (splits, total, heads, head_dim)");
   const int64_t dim = out_partial.dim();
   const at::ScalarType accumulate = accumulate_type(out_partial.scalar_type());
-  dtype_of(out_partial, "out_partial");
   TORCH_CHECK_TYPE(lse_partial.scalar_type() == accumulate, "lse_partial: got dtype ",
                    lse_partial.scalar_type(), "; accepted is ", accumulate);
-  TORCH_CHECK_TYPE(accumulate_type(out_dtype) == accumulate && c10::isFloatingType(out_dtype),
-                   "out_dtype: got ", out_dtype, "; accepted for out_partial of ",
+  TORCH_CHECK_TYPE(is_supported(out_partial.scalar_type()), "out_partial: got dtype ",
+                   out_partial.scalar_type(),
+                   "; accepted are float32, float16 and bfloat16, and on the CPU float64");
+  TORCH_CHECK_TYPE(is_supported(dtype) && accumulate_type(dtype) == accumulate, dtype_argument,
+                   ": got dtype ", dtype, "; accepted for out_partial of ",
                    out_partial.scalar_type(), " are ",
                    accumulate == at::kDouble ? "float64" : "float32, float16 and bfloat16");
   TORCH_CHECK_TYPE(!out_partial.is_cuda() || accumulate == at::kFloat,
@@ -59,7 +55,8 @@ CombineShape check_partials(const Tensor& out_partial, const Tensor& lse_partial
   std::vector<int64_t> expected = out_partial.sizes().slice(0, dim - 1).vec();
   std::swap(expected[dim - 2], expected[dim - 3]);  // heads before rows
   TORCH_CHECK_VALUE(lse_partial.sizes() == expected, "lse_partial: got shape ", lse_partial.sizes(),
-                    "; accepted is ", expected, " for out_partial of shape ", out_partial.sizes());
+                    "; accepted is ", at::IntArrayRef(expected), " for out_partial of shape ",
+                    out_partial.sizes());
   TORCH_CHECK_VALUE(out_partial.size(-1) >= 1,
                     "out_partial: got head_dim 0; accepted is 1 or more");
   for (const int64_t size : out_partial.sizes()) {
@@ -67,8 +64,8 @@ CombineShape check_partials(const Tensor& out_partial, const Tensor& lse_partial
                       "; accepted is less than 2^30");
   }
   if (lse_partial.is_cpu()) {
-    accumulate == at::kDouble ? check_public_values<double>(lse_partial)
-                              : check_public_values<float>(lse_partial);
+    accumulate == at::kDouble ? check_public_values<double>(lse_partial, "lse_partial")
+                              : check_public_values<float>(lse_partial, "lse_partial");
   }
   return {out_partial.size(0), is_varlen(out_partial) ? 1 : out_partial.size(1),
           out_partial.size(dim - 3), out_partial.size(dim - 2), out_partial.size(dim - 1)};
@@ -166,17 +163,32 @@ Tensor run_combine(const Tensor& out_partial_in, const Tensor& lse_partial, cons
 std::tuple<Tensor, Tensor> combine(const Tensor& out_partial, const Tensor& lse_partial,
                                    OptionalDType out_dtype) {
   const at::ScalarType dtype = out_dtype.value_or(out_partial.scalar_type());
-  const CombineShape shape = check_partials(out_partial, lse_partial, dtype);
+  const CombineShape shape = check_partials(out_partial, lse_partial, dtype, "out_dtype");
   const Tensor out = at::empty(out_partial.sizes().slice(1), out_partial.options().dtype(dtype));
   const Tensor lse = run_combine(out_partial, lse_partial, out, shape);
   return {out, lse};
 }
 
+// Rows are merged in no particular order, so none may be written where another is still to be read.
+void check_own_memory(const Tensor& out, const Tensor& out_partial, const Tensor& lse_partial) {
+  TORCH_CHECK_VALUE(
+      at::has_internal_overlap(out) != at::MemOverlap::Yes,
+      "out: got a tensor whose elements share memory; accepted is one place for each");
+  for (const Argument& input :
+       {Argument("out_partial", out_partial), Argument("lse_partial", lse_partial)}) {
+    const auto overlap = at::get_overlap_status(out, *input.tensor);
+    TORCH_CHECK_VALUE(
+        overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+        "out: got memory of ", input.name, "; accepted is memory of its own");
+  }
+}
+
 Tensor combine_out(const Tensor& out_partial, const Tensor& lse_partial, Tensor out) {
-  const CombineShape shape = check_partials(out_partial, lse_partial, out.scalar_type());
+  const CombineShape shape = check_partials(out_partial, lse_partial, out.scalar_type(), "out");
   check_same_device({"out_partial", out_partial}, {{"out", out}});
   TORCH_CHECK_VALUE(out.sizes() == out_partial.sizes().slice(1), "out: got shape ", out.sizes(),
                     "; accepted is ", out_partial.sizes().slice(1));
+  check_own_memory(out, out_partial, lse_partial);
   TORCH_CHECK_VALUE(out.stride(-1) == 1 || out.size(-1) == 1, "out: got last stride ",
                     out.stride(-1), "; accepted is 1");
   return run_combine(out_partial, lse_partial, out, shape);
@@ -189,7 +201,7 @@ std::tuple<Tensor, Tensor> combine_backward(const std::optional<Tensor>& dout_in
   check_same_device({"out_partial", out_partial_in}, {{"dout", dout_in}, {"dlse", dlse_in}});
   // dout has the dtype of the merged out; without one there is nothing to tell it by, nor need to.
   const at::ScalarType dtype = dout_in.value_or(out_partial_in).scalar_type();
-  const CombineShape shape = check_partials(out_partial_in, lse_partial, dtype);
+  const CombineShape shape = check_partials(out_partial_in, lse_partial, dtype, "dout");
   if (dout_in.has_value()) {
     TORCH_CHECK_VALUE(dout_in->sizes() == out_partial_in.sizes().slice(1), "dout: got shape ",
                       dout_in->sizes(), "; accepted is ", out_partial_in.sizes().slice(1));
@@ -282,19 +294,31 @@ std::tuple<Tensor, Tensor> combine_autograd(const Tensor& out_partial, const Ten
   return {results[0], results[1]};
 }
 
-Tensor combine_out_autograd(const Tensor& out_partial, const Tensor& lse_partial, Tensor out) {
-  const bool needs_grad =
-      at::GradMode::is_enabled() &&
-      (out_partial.requires_grad() || lse_partial.requires_grad() || out.requires_grad());
-  TORCH_CHECK_VALUE(!needs_grad,
-                    "out: got a destination together with inputs that require grad; "
-                    "accepted is out=None, or a call under torch.no_grad()");
+Tensor call_combine_out(const Tensor& out_partial, const Tensor& lse_partial, const Tensor& out) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("neginf::combine_out", "")
                              .typed<decltype(combine_out)>();
+  return op.call(out_partial, lse_partial, out);
+}
+
+Tensor combine_out_autograd(const Tensor& out_partial, const Tensor& lse_partial, Tensor out) {
+  using torch::autograd::isFwGradDefined;
+  TORCH_CHECK_VALUE(!torch::autograd::compute_requires_grad(out_partial, lse_partial, out) &&
+                        !isFwGradDefined(out_partial) && !isFwGradDefined(lse_partial) &&
+                        !isFwGradDefined(out),
+                    "out: got a destination together with inputs that need a gradient; accepted is "
+                    "out=None, or a "
+                    "call under torch.no_grad()");
+  const at::AutoDispatchBelowAutograd guard;
+  return call_combine_out(out_partial, lse_partial, out);
+}
+
+// A key of its own, because inference mode leaves out the Autograd key: a tensor saved for some
+// backward must know even there that it was written to.
+Tensor combine_out_in_place(const Tensor& out_partial, const Tensor& lse_partial, Tensor out) {
   Tensor lse = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return op.call(out_partial, lse_partial, out);
+    return call_combine_out(out_partial, lse_partial, out);
   }();
   torch::autograd::impl::bump_version(out);
   return lse;
@@ -317,6 +341,7 @@ TORCH_LIBRARY_IMPL(neginf, Meta, m) {
   m.impl("combine_out", combine_out_meta);
   m.impl("combine_backward", combine_backward_meta);
 }
+TORCH_LIBRARY_IMPL(neginf, ADInplaceOrView, m) { m.impl("combine_out", combine_out_in_place); }
 TORCH_LIBRARY_IMPL(neginf, Autograd, m) {
   m.impl("combine", combine_autograd);
   m.impl("combine_out", combine_out_autograd);

@@ -64,45 +64,30 @@ void combine_splits(const ForwardParams<Real>& forward, const Shape& shape, cons
 }
 
 template <typename Real>
-std::tuple<Tensor, Tensor> run_forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
+std::tuple<Tensor, Tensor> run_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                        const Options& options, const Shape& shape) {
-  const c10::DeviceGuard guard(q_in.device());
-  const DType dtype = dtype_of(q_in, "q");
-  const at::ScalarType accumulate = accumulate_type(q_in.scalar_type());
-  const int64_t head_dim = padded_head_dim(q_in, shape.head_dim);
-  const Kernel& kernel = select_kernel(Operation::forward, q_in, dtype, head_dim);
-  const Tensor q = readable(q_in), k = readable(k_in), v = readable(v_in);
-  const ProblemTensors tensors = problem_tensors(options, accumulate);
+  const c10::DeviceGuard guard(q.device());
+  const DType dtype = dtype_of(q, "q");
+  const ReadableInputs inputs(q, k, v, options);
+  const Kernel& kernel = select_kernel(Operation::forward, q, dtype, inputs.head_dim());
 
-  const Tensor out = at::empty(q.sizes(), q.options());
-  const bool varlen = options.is_varlen();
-  const Tensor lse =
-      varlen ? at::empty({shape.num_heads, shape.total_q}, q.options().dtype(accumulate))
-             : at::empty({shape.batch, shape.num_heads, shape.seqlen_q},
-                         q.options().dtype(accumulate));
+  const auto accumulate = q.options().dtype(accumulate_type(q.scalar_type()));
+  const Tensor out = at::empty(inputs.q.sizes(), q.options());
+  const Tensor lse = options.is_varlen()
+                         ? at::empty({shape.num_heads, shape.total_q}, accumulate)
+                         : at::empty({shape.batch, shape.num_heads, shape.seqlen_q}, accumulate);
   if (out.numel() != 0) {
     ForwardParams<Real> params{};
-    params.problem = make_problem<Real>(shape, options, tensors);
-    params.problem.head_dim = static_cast<int>(head_dim);
-    params.q = q.const_data_ptr();
-    params.k = k.const_data_ptr();
-    params.v = v.const_data_ptr();
+    set_inputs(params, shape, options, inputs, lse);
     params.out = out.mutable_data_ptr();
-    params.lse = lse_data<Real>(lse);
-    params.q_strides = strides_of(q);
-    params.k_strides = strides_of(k);
-    params.v_strides = strides_of(v);
     params.out_strides = strides_of(out);
-    params.lse_strides = lse_strides_of(lse);
-    params.num_sms = num_sms(q);
-    params.stream = current_stream(q);
+    params.lse = lse_data<Real>(lse);
     params.num_splits = resolve_num_splits(options.num_splits, shape, params.num_sms);
     if (params.num_splits == 1) {
       launch(kernel, params);
     } else {
-      const Tensor out_partial =
-          at::empty({params.num_splits, out.numel()}, out.options().dtype(accumulate));
-      const Tensor lse_partial = at::empty({params.num_splits, lse.numel()}, lse.options());
+      const Tensor out_partial = at::empty({params.num_splits, out.numel()}, accumulate);
+      const Tensor lse_partial = at::empty({params.num_splits, lse.numel()}, accumulate);
       params.out_partial = out_partial.mutable_data_ptr<Real>();
       params.lse_partial = lse_data<Real>(lse_partial);
       params.out_partial_strides = params.out_strides;
@@ -112,7 +97,7 @@ std::tuple<Tensor, Tensor> run_forward(const Tensor& q_in, const Tensor& k_in, c
       combine_splits(params, shape, out, dtype);
     }
   }
-  if (head_dim == shape.head_dim) return {out, lse};
+  if (inputs.head_dim() == shape.head_dim) return {out, lse};
   return {out.narrow(-1, 0, shape.head_dim).contiguous(), lse};
 }
 
@@ -127,7 +112,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
 std::tuple<Tensor, Tensor> forward_meta(const Tensor& q, const Tensor& k, const Tensor& v,
                                         NEGINF_OPTIONS_PARAMETERS) {
   const Options options = NEGINF_OPTIONS;
-  check_devices(q, k, v, options);
+  check_without_sizes(q, k, v, options);
   TORCH_CHECK_VALUE(q.dim() == (options.is_varlen() ? 3 : 4), "q: got ", q.dim(), " dimensions");
   const Tensor out = at::empty_symint(q.sym_sizes(), q.options());
   const auto lse_options = q.options().dtype(accumulate_type(q.scalar_type()));
@@ -221,9 +206,9 @@ std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, co
                                             NEGINF_OPTIONS_PARAMETERS) {
   const Options options = NEGINF_OPTIONS;
   using torch::autograd::isFwGradDefined;
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !isFwGradDefined(q) && !isFwGradDefined(k) && !isFwGradDefined(v) && !isFwGradDefined(sink),
-      "neginf has no forward-mode derivative");
+  TORCH_CHECK_NOT_IMPLEMENTED(!isFwGradDefined(q) && !isFwGradDefined(k) && !isFwGradDefined(v) &&
+                                  !isFwGradDefined(sink) && !isFwGradDefined(alibi_slopes),
+                              "neginf has no forward-mode derivative");
   auto [out, lse] = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_forward(q, k, v, options);

@@ -59,15 +59,9 @@ void check_size(int64_t size, const char* what) {
   TORCH_CHECK_VALUE(size < kMaxSeqlen, what, ": got ", size, "; accepted is less than 2^30");
 }
 
-void check_tensors(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const Options& options) {
-  const int64_t dim = options.is_varlen() ? 3 : 4;
-  const char* layout =
-      options.is_varlen() ? "(total, heads, head_dim)" : "(batch, seqlen, heads, head_dim)";
-  const std::pair<const at::Tensor*, const char*> arguments[] = {{&q, "q"}, {&k, "k"}, {&v, "v"}};
-  for (const auto& [tensor, argument] : arguments) {
-    TORCH_CHECK_VALUE(tensor->dim() == dim, argument, ": got ", tensor->dim(),
-                      " dimensions; accepted are ", dim, ", ", layout);
+void check_dtypes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  const std::pair<const at::Tensor*, const char*> others[] = {{&k, "k"}, {&v, "v"}};
+  for (const auto& [tensor, argument] : others) {
     TORCH_CHECK_TYPE(tensor->scalar_type() == q.scalar_type(), argument, ": got dtype ",
                      tensor->scalar_type(), "; accepted is the dtype of q, ", q.scalar_type());
   }
@@ -76,6 +70,18 @@ void check_tensors(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   TORCH_CHECK_TYPE(half || (single_or_double && !q.is_cuda()), "q: got dtype ", q.scalar_type(),
                    " on ", q.device(),
                    "; accepted are float16 and bfloat16, and on the CPU float32 and float64");
+}
+
+void check_sizes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                 const Options& options) {
+  const int64_t dim = options.is_varlen() ? 3 : 4;
+  const char* layout =
+      options.is_varlen() ? "(total, heads, head_dim)" : "(batch, seqlen, heads, head_dim)";
+  const std::pair<const at::Tensor*, const char*> arguments[] = {{&q, "q"}, {&k, "k"}, {&v, "v"}};
+  for (const auto& [tensor, argument] : arguments) {
+    TORCH_CHECK_VALUE(tensor->dim() == dim, argument, ": got ", tensor->dim(),
+                      " dimensions; accepted are ", dim, ", ", layout);
+  }
   TORCH_CHECK_VALUE(k.sizes() == v.sizes(), "v: got shape ", v.sizes(),
                     "; accepted is the shape of k, ", k.sizes());
   TORCH_CHECK_VALUE(q.size(-1) == k.size(-1), "k: got head_dim ", k.size(-1),
@@ -176,8 +182,8 @@ at::ScalarType accumulate_type(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-void check_devices(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const Options& options) {
+void check_without_sizes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                         const Options& options) {
   check_same_device({"q", q}, {{"k", k},
                                {"v", v},
                                {"cu_seqlens_q", options.cu_seqlens_q},
@@ -186,12 +192,19 @@ void check_devices(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
                                {"seqused_k", options.seqused_k},
                                {"alibi_slopes", options.alibi_slopes},
                                {"sink", options.sink}});
+  check_dtypes(q, k, v);
+  check_scalars(options);
 }
 
 void check_same_device(const Argument& reference, std::initializer_list<Argument> others) {
+  const auto check_is_tensor = [](const Argument& argument) {
+    TORCH_CHECK_TYPE(argument.tensor->defined(), argument.name, ": got None; accepted is a tensor");
+  };
+  check_is_tensor(reference);
   const at::Device device = reference.tensor->device();
   for (const Argument& other : others) {
     if (other.tensor == nullptr) continue;
+    check_is_tensor(other);
     TORCH_CHECK_VALUE(other.tensor->device() == device, other.name, ": got a tensor on ",
                       other.tensor->device(), "; accepted is the device of ", reference.name, ", ",
                       device);
@@ -200,11 +213,10 @@ void check_same_device(const Argument& reference, std::initializer_list<Argument
 
 Shape check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                    const Options& options) {
-  check_devices(q, k, v, options);
+  check_without_sizes(q, k, v, options);
   TORCH_CHECK_VALUE(options.cu_seqlens_q.has_value() == options.cu_seqlens_k.has_value(),
                     "cu_seqlens_q, cu_seqlens_k: got only one; accepted are both or neither");
-  check_tensors(q, k, v, options);
-  check_scalars(options);
+  check_sizes(q, k, v, options);
 
   const int64_t rows_q = q.size(-3);
   const int64_t rows_k = k.size(-3);
@@ -227,13 +239,9 @@ Shape check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   return shape;
 }
 
-int64_t padded_head_dim(const at::Tensor& tensor, int64_t head_dim) {
-  return tensor.is_cuda() ? (head_dim + 7) / 8 * 8 : head_dim;
-}
-
 at::Tensor readable(const at::Tensor& tensor) {
   if (!tensor.is_cuda()) return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
-  const int64_t padding = padded_head_dim(tensor, tensor.size(-1)) - tensor.size(-1);
+  const int64_t padding = (8 - tensor.size(-1) % 8) % 8;
   if (padding != 0) return at::constant_pad_nd(tensor, {0, padding}).contiguous();
   if (tensor.stride(-1) == 1 && is_aligned_for_gpu(tensor)) return tensor;
   return tensor.clone(at::MemoryFormat::Contiguous);
@@ -247,27 +255,29 @@ LseStrides lse_strides_of(const at::Tensor& lse) {
   return {lse.dim() == 3 ? lse.stride(0) : 0, lse.stride(-2)};
 }
 
-ProblemTensors problem_tensors(const Options& options, at::ScalarType accumulate) {
-  ProblemTensors tensors;
-  if (options.alibi_slopes.has_value()) tensors.alibi_slopes = options.alibi_slopes->contiguous();
-  if (options.sink.has_value()) tensors.sink = options.sink->to(accumulate).contiguous();
-  return tensors;
+ReadableInputs::ReadableInputs(const at::Tensor& q_in, const at::Tensor& k_in,
+                               const at::Tensor& v_in, const Options& options)
+    : q(readable(q_in)), k(readable(k_in)), v(readable(v_in)) {
+  if (options.alibi_slopes.has_value()) alibi_slopes = options.alibi_slopes->contiguous();
+  if (options.sink.has_value()) {
+    sink = options.sink->to(accumulate_type(q_in.scalar_type())).contiguous();
+  }
 }
 
 template <typename Real>
-Problem<Real> make_problem(const Shape& shape, const Options& options,
-                           const ProblemTensors& tensors) {
+void set_inputs(AttentionInputs<Real>& inputs, const Shape& shape, const Options& options,
+                const ReadableInputs& tensors, const at::Tensor& lse) {
   const auto int_data = [](const OptionalTensor& tensor) {
     return tensor.has_value() ? tensor->const_data_ptr<int>() : nullptr;
   };
   const auto real_data = [](const OptionalTensor& tensor) {
     return tensor.has_value() ? tensor->const_data_ptr<Real>() : nullptr;
   };
-  Problem<Real> problem{};
+  Problem<Real>& problem = inputs.problem;
   problem.batch = static_cast<int>(shape.batch);
   problem.num_heads = static_cast<int>(shape.num_heads);
   problem.num_heads_k = static_cast<int>(shape.num_heads_k);
-  problem.head_dim = static_cast<int>(shape.head_dim);
+  problem.head_dim = static_cast<int>(tensors.head_dim());
   problem.seqlen_q = static_cast<int>(shape.seqlen_q);
   problem.seqlen_k = static_cast<int>(shape.seqlen_k);
   problem.total_q = shape.total_q;
@@ -286,7 +296,16 @@ Problem<Real> make_problem(const Shape& shape, const Options& options,
   problem.alibi_batch_stride =
       tensors.alibi_slopes.has_value() && tensors.alibi_slopes->dim() == 2 ? shape.num_heads : 0;
   problem.sink = real_data(tensors.sink);
-  return problem;
+
+  inputs.q = tensors.q.const_data_ptr();
+  inputs.k = tensors.k.const_data_ptr();
+  inputs.v = tensors.v.const_data_ptr();
+  inputs.q_strides = strides_of(tensors.q);
+  inputs.k_strides = strides_of(tensors.k);
+  inputs.v_strides = strides_of(tensors.v);
+  inputs.lse_strides = lse_strides_of(lse);
+  inputs.num_sms = num_sms(tensors.q);
+  inputs.stream = current_stream(tensors.q);
 }
 
 template <typename Real>
@@ -294,8 +313,24 @@ BasicLse<Real>* lse_data(const at::Tensor& tensor) {
   return reinterpret_cast<BasicLse<Real>*>(tensor.data_ptr<Real>());
 }
 
-template Problem<float> make_problem(const Shape&, const Options&, const ProblemTensors&);
-template Problem<double> make_problem(const Shape&, const Options&, const ProblemTensors&);
+template <typename Real>
+void check_public_values(const at::Tensor& lse, const char* argument) {
+  const at::Tensor values = lse.contiguous();
+  const Real* data = values.const_data_ptr<Real>();
+  for (int64_t i = 0; i < values.numel(); ++i) {
+    TORCH_CHECK_VALUE(may_be_public(data[i]), argument,
+                      ": got +inf; accepted are finite values, NaN, and -inf for a row without "
+                      "keys. FlashAttention-2, FlashMLA and torch mark such rows by +inf: convert "
+                      "their log-sum-exp first");
+  }
+}
+
+template void check_public_values<float>(const at::Tensor&, const char*);
+template void check_public_values<double>(const at::Tensor&, const char*);
+template void set_inputs(AttentionInputs<float>&, const Shape&, const Options&,
+                         const ReadableInputs&, const at::Tensor&);
+template void set_inputs(AttentionInputs<double>&, const Shape&, const Options&,
+                         const ReadableInputs&, const at::Tensor&);
 template BasicLse<float>* lse_data(const at::Tensor&);
 template BasicLse<double>* lse_data(const at::Tensor&);
 

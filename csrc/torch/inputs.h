@@ -34,8 +34,9 @@ struct Argument {
 // A mix of devices reaches whichever implementation the dispatcher finds first, the one for fake
 // tensors included, so each of them asks.
 void check_same_device(const Argument& reference, std::initializer_list<Argument> others);
-void check_devices(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const Options& options);
+// What can be checked of fake tensors, whose sizes may be symbols: devices, dtypes and scalars.
+void check_without_sizes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                         const Options& options);
 
 Shape check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                    const Options& options);
@@ -46,24 +47,34 @@ at::ScalarType accumulate_type(at::ScalarType dtype);
 // A tensor a kernel can read: last stride 1 and, on the GPU, 16-byte aligned rows with head_dim
 // padded by zeros to a multiple of 8. Copies only what is not so already. The one place that pads.
 at::Tensor readable(const at::Tensor& tensor);
-int64_t padded_head_dim(const at::Tensor& tensor, int64_t head_dim);
 
 Strides strides_of(const at::Tensor& tensor);      // (batch, seqlen, heads, d) or (total, heads, d)
 LseStrides lse_strides_of(const at::Tensor& lse);  // (batch, heads, seqlen) or (heads, total)
 
-// Tensors in the form that Problem points at. They must outlive the launch.
-struct ProblemTensors {
+// The tensors that AttentionInputs points at, in a form that kernels can read. They must outlive
+// the launch.
+struct ReadableInputs {
+  at::Tensor q, k, v;
   std::optional<at::Tensor> alibi_slopes;
   std::optional<at::Tensor> sink;
+
+  ReadableInputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                 const Options& options);
+
+  int64_t head_dim() const { return q.size(-1); }  // padded
 };
-ProblemTensors problem_tensors(const Options& options, at::ScalarType accumulate);
 
 template <typename Real>
-Problem<Real> make_problem(const Shape& shape, const Options& options,
-                           const ProblemTensors& tensors);
+void set_inputs(AttentionInputs<Real>& inputs, const Shape& shape, const Options& options,
+                const ReadableInputs& tensors, const at::Tensor& lse);
 
 // Real* -> BasicLse<Real>*: the only place where numbers become public log-sum-exps.
 template <typename Real>
 BasicLse<Real>* lse_data(const at::Tensor& tensor);
+
+// +inf is in no public value. On the CPU that is checked where one comes in; elsewhere the check
+// would be a synchronisation, and +inf makes its row NaN.
+template <typename Real>
+void check_public_values(const at::Tensor& lse, const char* argument);
 
 }  // namespace neginf

@@ -48,11 +48,12 @@ def flash_attn_func(
         deterministic: the backward gives the same bits on every run.
         return_attn_probs: return ``(out, lse, None)`` as flash-attn does; probabilities are never
             materialised.
-        sink: (num_heads), float32 or dtype of q. One more key per row with this score and a value
-            of zero: ``lse`` includes it, and a row without keys has ``out = 0``, ``lse = sink``.
+        sink: (num_heads), float32 (float64 for float64 q) or dtype of q. One more key per row with
+            this score and a value of zero: ``lse`` includes it, and a row without keys has
+            ``out = 0``, ``lse = sink``.
         return_lse: return ``(out, lse)``.
-        num_splits: number of shares the keys are split into, 0 is automatic. Changes nothing but
-            rounding.
+        num_splits: number of shares the keys are split into, up to 256; 0 is automatic. Changes
+            nothing but rounding and how far a NaN in v reaches (P3).
         seqused_q: (batch) int32, number of rows of each sequence that are in use.
         seqused_k: (batch) int32, number of keys of each sequence that are in use.
 

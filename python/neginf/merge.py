@@ -10,7 +10,7 @@ from neginf import ops
 
 
 def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
-    """Merges the states of all splits, as FlashAttention-3's function of this name.
+    """Merges the states of all splits into one.
 
         L = ln sum_s exp(L_s)        O = sum_s exp(L_s - L) O_s
 
@@ -19,13 +19,16 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     payload with a finite lse, makes the merged row NaN (contract section 5). Differentiable in both
     arguments.
 
+    The arguments are those of FlashAttention-3's function of this name, but lse has the layout of
+    this library: FlashAttention-3's (splits, batch, seqlen, heads) must be transposed.
+
     Args:
         out_partial: (splits, batch, seqlen, heads, head_dim) or (splits, total, heads, head_dim),
             float32, float16 or bfloat16, on the CPU also float64; any strides.
         lse_partial: (splits, batch, heads, seqlen) or (splits, heads, total), float32 (float64 with
             float64), natural logarithm; any strides.
-        out: where to write; shaped as out_partial without splits, last stride 1. Not
-            differentiable.
+        out: where to write; shaped as out_partial without splits, last stride 1, in memory of its
+            own. Not differentiable.
         out_dtype: dtype of a new out; None is the dtype of out_partial.
 
     Returns:
@@ -59,8 +62,10 @@ def merge_states(outs, lses):
         (out, lse) of the shapes and dtypes of the states. Differentiable in every out and lse.
 
     Raises:
-        ValueError: no state at all, sequences of different length, or shapes that differ.
-        TypeError: a dtype that is not accepted.
+        ValueError: no state at all, sequences of different length, shapes or devices that differ.
+        TypeError: something that is no tensor, or a dtype that is not accepted.
+        What is wrong with the states as such is said of ``out_partial`` and ``lse_partial``, which
+        are the outs and lses stacked.
     """
     outs, lses = list(outs), list(lses)
     if not outs:
@@ -71,14 +76,14 @@ def merge_states(outs, lses):
         )
     for name, tensors in (("outs", outs), ("lses", lses)):
         for i, tensor in enumerate(tensors):
-            if tensor.shape != tensors[0].shape:
-                raise ValueError(
-                    f"{name}[{i}]: got shape {tuple(tensor.shape)}; "
-                    f"accepted is the shape of {name}[0], {tuple(tensors[0].shape)}"
-                )
-            if tensor.dtype != tensors[0].dtype:
-                raise TypeError(
-                    f"{name}[{i}]: got dtype {tensor.dtype}; "
-                    f"accepted is the dtype of {name}[0], {tensors[0].dtype}"
-                )
+            _check_same_kind(f"{name}[{i}]", tensor, f"{name}[0]", tensors[0])
     return ops.combine(torch.stack(outs), torch.stack(lses), None)
+
+
+def _check_same_kind(name, tensor, first_name, first):
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}; accepted is a tensor")
+    for what, error in (("shape", ValueError), ("device", ValueError), ("dtype", TypeError)):
+        got, accepted = getattr(tensor, what), getattr(first, what)
+        if got != accepted:
+            raise error(f"{name}: got {what} {got}; accepted is that of {first_name}, {accepted}")

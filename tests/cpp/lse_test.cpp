@@ -215,6 +215,11 @@ void test_sink() {
 template <typename Real>
 void test_divisor() {
   using D = BasicDivisor<Real>;
+  // A buffer from another library may hold +inf; it must not pass for padding.
+  const Real infinity = kInf<Real>;
+  const auto& foreign = reinterpret_cast<const BasicLse<Real>&>(infinity);
+  CHECK(std::isnan(D::of(foreign).probability(Real(0))));
+  CHECK(D::of(foreign).probability(masked_score<Real>()) == 0);
   const auto row = lse_of(Real(2));
   CHECK(near(D::of(row).probability(Real(2)), Real(1)));
   CHECK(near(D::of(row).probability(Real(1)), std::exp(Real(-1))));
