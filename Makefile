@@ -1,5 +1,5 @@
 # make demo            installs neginf into .venv and runs the quickstart, on whatever hardware there is
-# make test            the same, then the tests; ARGS="-k merge" goes to pytest
+# make test            the same, then the tests; ARGS="tests/test_merge.py" goes to pytest
 # make kernels-check   compiles every CUDA kernel (needs nvcc, no GPU); fails on any register spill
 # make lint            checks and formats with the tools of .pre-commit-config.yaml
 #
@@ -18,6 +18,9 @@ SOURCES := $(shell find csrc -type f) setup.py build_tools.py pyproject.toml
 # One stamp per choice of back-ends and head_dims: another choice installs again.
 INSTALLED := $(VENV)/.neginf+$(NEGINF_BACKENDS)+$(NEGINF_HEAD_DIMS)
 
+# Threads that spin while they wait slow small problems down many times on a busy machine.
+export OMP_WAIT_POLICY ?= passive
+
 # Of pip's verbose report: a short line per compiled file, what the build says, what is installed.
 PROGRESS := sed -unE -e 's,^ *(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[^ ]+) -o .*,  \1 \2,p; t' \
     -e '/^  (neginf: |\[[0-9]+\/)|^(Collecting|Processing|Successfully)|csrc.*(error|warning): /p'
@@ -26,7 +29,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 # The wheel's headers are all that is needed of CUTLASS, not the packages that it depends on.
 kernels-check: | $(BIN)/python
@@ -51,8 +54,8 @@ $(BIN)/pre-commit: | $(BIN)/python
 
 # By itself, since it must be there before neginf is built against it, and since it is large.
 $(VENV)/.torch: | $(BIN)/python
-	@echo "--- installing torch (large; an existing one is kept)"
-	@$(PIP) install 'torch>=2.11'; echo "--- torch: $$SECONDS s"
+	@echo "--- installing torch (large, a minute or more; an existing one is kept)"
+	@$(PIP) install 'torch>=2.11' | $(PROGRESS); echo "--- torch: $$SECONDS s"
 	@touch $@
 
 $(INSTALLED): $(SOURCES) | $(VENV)/.torch

@@ -13,6 +13,9 @@ struct CUstream_st;  // so that this header needs no CUDA header
 
 namespace neginf {
 
+// Of attention; states of any head_dim can be merged.
+constexpr int kMaxHeadDim = 256;
+
 enum class DType : int { float64, float32, bfloat16, float16 };
 
 // Strides in elements of a (batch, seqlen, heads, head_dim) tensor whose last stride is 1. A

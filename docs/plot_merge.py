@@ -50,7 +50,7 @@ def main():
         bad.append(naive_merge(shard_1, (out, marked)))
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
-    titles = ["empty row: lse = -inf (neginf)", "empty row: lse = +inf"]
+    titles = ["empty row: lse = -inf (neginf)", "empty row: lse = +inf (textbook merge)"]
     for axis, title, rows in zip(axes, titles, [good, bad], strict=True):
         positions = range(len(KEYS))
         bottoms = [row[0] if row[0] == row[0] else 0.0 for row in rows]
@@ -59,7 +59,9 @@ def main():
         axis.bar(positions, tops, 0.6, bottom=bottoms, color="#e9a23b", label="weight of shard 2")
         for x, (weight_1, weight_2, out) in zip(positions, rows, strict=True):
             broken = out != out
-            text = f"out {out:.2f}" if not broken else f"out nan\n[{weight_1:.0f}, {weight_2}]"
+            text = (
+                f"out {out:.2f}" if not broken else f"out nan\nweights [{weight_1:.0f}, {weight_2}]"
+            )
             axis.text(
                 x,
                 1.04 if not broken else 0.45,
@@ -71,10 +73,13 @@ def main():
         axis.set_xlabel("keys in shard 2")
         axis.set_title(title)
         axis.set_ylim(0, 1.35)
+        axis.set_yticks([0, 0.25, 0.5, 0.75, 1])
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("weight in the merge")
     axes[0].legend(loc="upper center", ncols=2, fontsize=8, frameon=False)
-    figure.suptitle("Two shards of one row; shard 2 runs out of keys")
+    figure.suptitle(
+        "One row over two shards; shard 2 runs out of keys. v = 1 in shard 1, v = 3 in shard 2"
+    )
     figure.tight_layout()
     figure.savefig(Path(__file__).with_name("merge.png"), dpi=120)
 

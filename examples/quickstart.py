@@ -4,11 +4,11 @@ Run: python examples/quickstart.py (or `make demo`, which installs everything fi
 
 Eight queries look at five keys. The causal mask is aligned to the bottom-right corner, so the first
 three rows see nothing. The keys are then spread over three shards, as a serving engine spreads its
-cache: shards 2 and 3 have even more rows without a key. Each shard returns (out, lse), and the
-merge has to give back what one call over all the keys gives.
+cache: in shards 2 and 3 even more rows see no key. Each shard returns (out, lse), and the merge has
+to give back what one call over all the keys gives.
 
-The last column does the same merge with the convention of other libraries, which mark a row
-without keys by lse = +inf.
+The right half merges the same states by the textbook formula, with the convention of libraries that
+mark a row without keys by lse = +inf.
 """
 
 import torch
@@ -18,15 +18,17 @@ import neginf
 SEQLEN_Q, HEADS, HEAD_DIM = 8, 2, 64
 SHARDS = [(0, 2), (2, 4), (4, 5)]  # keys [begin, end) of each shard
 SEQLEN_K = SHARDS[-1][1]
+EMPTY_ROWS = SEQLEN_Q - SEQLEN_K
 
 
 def pick_device():
-    """A GPU when this build has forward and backward kernels for it, else the CPU."""
-    if torch.cuda.is_available():
-        for name, backend in neginf.backends().items():
-            if name != "cpu" and backend.usable and "backward" in backend.operations:
-                return "cuda", torch.bfloat16
-    return "cpu", torch.float32
+    """A GPU when this build has forward and backward kernels for it, else the CPU; and why."""
+    if not torch.cuda.is_available():
+        return "cpu", torch.float32, "torch sees no GPU"
+    for name, backend in neginf.backends().items():
+        if name != "cpu" and backend.usable and "backward" in backend.operations:
+            return "cuda", torch.bfloat16, torch.cuda.get_device_name()
+    return "cpu", torch.float32, "there is a GPU, but this build has no backward kernel for it"
 
 
 def attend_shard(q, k, v, begin, end):
@@ -38,73 +40,69 @@ def attend_shard(q, k, v, begin, end):
 
 
 def merge_by_formula(outs, lses):
-    """The textbook merge, as found in serving code: weights exp(L_s - logsumexp(L))."""
-    outs, lses = torch.stack(outs), torch.stack(lses)
+    """Weights exp(L_s - logsumexp(L)), after marking empty rows as other libraries do."""
+    outs = torch.stack(outs)
+    lses = torch.stack([torch.where(lse.isneginf(), torch.inf, lse) for lse in lses])
     total = torch.logsumexp(lses, dim=0)
     weights = torch.exp(lses - total).transpose(-1, -2).unsqueeze(-1)
     return (weights * outs).sum(0), total
 
 
 def loss_of(out, lse):
-    """Uses out and lse; a row without keys contributes exp(-inf) = 0 through its lse."""
-    return (out.float() ** 2).sum() + torch.exp(lse).sum()
+    """Uses both results; the lse only of rows that have one."""
+    return (out.float() ** 2).sum() + lse[..., EMPTY_ROWS:].sum()
 
 
-def gradients_of(merge, q, k, v, empty_lse):
+def run(merge, q, k, v):
+    """out, lse and the gradients of q, k, v, by way of the shards."""
     states = [attend_shard(q, k, v, begin, end) for begin, end in SHARDS]
-    outs = [out for out, _ in states]
-    lses = [lse if empty_lse is None else _mark_empty(lse, empty_lse) for _, lse in states]
-    out, lse = merge(outs, lses)
+    out, lse = merge([out for out, _ in states], [lse for _, lse in states])
     return out, lse, torch.autograd.grad(loss_of(out, lse), (q, k, v))
 
 
-def _mark_empty(lse, mark):
-    return torch.where(torch.isneginf(lse), mark, lse)
-
-
-def describe(lse):
-    return f"{lse.item():8.4f}"
-
-
 def main():
-    device, dtype = pick_device()
+    device, dtype, why = pick_device()
     torch.manual_seed(0)
     q = torch.randn(1, SEQLEN_Q, HEADS, HEAD_DIM, device=device, dtype=dtype, requires_grad=True)
     k, v = (
         torch.randn(1, SEQLEN_K, HEADS, HEAD_DIM, device=device, dtype=dtype, requires_grad=True)
         for _ in range(2)
     )
-
     whole_out, whole_lse = neginf.flash_attn_func(q, k, v, causal=True, return_lse=True)
     whole_grads = torch.autograd.grad(loss_of(whole_out, whole_lse), (q, k, v))
+    out, lse, grads = run(neginf.merge_states, q, k, v)
+    bad_out, bad_lse, bad_grads = run(merge_by_formula, q, k, v)
+
+    print(f"neginf {neginf.__version__} on {device} ({why}), {dtype}; head 0\n")
+    print("          | lse of the shards            | neginf.merge_states | +inf for empty rows")
+    print("row  keys | shard 1   shard 2   shard 3  |      lse    out[0]  |      lse    out[0]")
+    print("-" * 84)
     shard_lses = [attend_shard(q, k, v, begin, end)[1] for begin, end in SHARDS]
-    out, lse, grads = gradients_of(neginf.merge_states, q, k, v, None)
-    bad_out, bad_lse, bad_grads = gradients_of(merge_by_formula, q, k, v, float("inf"))
-
-    print(f"neginf {neginf.__version__} on {device}, {dtype}: log-sum-exp of head 0\n")
-    print(
-        "row  keys |  shard 1   shard 2   shard 3 |  merged    whole    |  with +inf for empty rows"
-    )
-    print("-" * 88)
     for row in range(SEQLEN_Q):
-        keys = max(0, row + 1 + SEQLEN_K - SEQLEN_Q)
-        shards = "  ".join(describe(shard[0, 0, row]) for shard in shard_lses)
-        bad = f"lse {describe(bad_lse[0, 0, row])}  out {bad_out[0, row, 0, 0].item():7.4f}"
-        print(
-            f"{row:3}  {keys:4} | {shards} | {describe(lse[0, 0, row])}  "
-            f"{describe(whole_lse[0, 0, row])} |  {bad}"
+        shards = "  ".join(f"{shard[0, 0, row].item():8.4f}" for shard in shard_lses)
+        merged, bad = (
+            f"{some_lse[0, 0, row].item():8.4f}  {some_out[0, row, 0, 0].item():8.4f}"
+            for some_out, some_lse in ((out, lse), (bad_out, bad_lse))
         )
+        print(f"{row:3}  {max(0, row + 1 - EMPTY_ROWS):4} | {shards} |  {merged} |  {bad}")
 
-    print("\nlargest difference from the whole |  merged       with +inf for empty rows")
-    print("-" * 72)
-    for name, good, bad, whole in [
+    print("\nlargest difference from one call  | neginf.merge_states | +inf for empty rows")
+    print("-" * 77)
+    for name, *tensors in [
         ("out", out, bad_out, whole_out),
-        *((f"d{n}", *g) for n, *g in zip("qkv", grads, bad_grads, whole_grads, strict=True)),
+        *zip(("dq", "dk", "dv"), grads, bad_grads, whole_grads, strict=True),
     ]:
-        good_error = (good - whole).abs().max().item()
-        bad_error = (bad - whole).abs().max().item()
-        print(f"{name:33} |  {good_error:8.1e}     {bad_error:8.1e}")
-    print("\nRows 0 to 2 see no key: out is exactly 0, lse is -inf, and so are their gradients 0.")
+        good, bad, whole = tensors
+        differences = [(tensor - whole).abs().max().item() for tensor in (good, bad)]
+        print(f"{name:33} | {differences[0]:19.1e} | {differences[1]:19.1e}")
+
+    assert lse[..., :EMPTY_ROWS].isneginf().all()
+    assert (out[:, :EMPTY_ROWS] == 0).all()
+    assert (grads[0][:, :EMPTY_ROWS] == 0).all()
+    print(
+        "\nRows 0 to 2 see no key: out and dq are exactly 0, lse is -inf (checked).\n"
+        "Rows 3 to 6 have keys, and lose them on the right because another shard had none."
+    )
 
 
 if __name__ == "__main__":

@@ -278,10 +278,10 @@ void backward(const BackwardParams<Real>& params) {
 template <typename Real, DType kDType>
 using RegisterBackward = RegisterKernel<BackwardParams<Real>, backward<Real, kDType>>;
 
-const RegisterBackward<double, DType::float64> float64(Arch::cpu, DType::float64, kAnyHeadDim);
-const RegisterBackward<float, DType::float32> float32(Arch::cpu, DType::float32, kAnyHeadDim);
-const RegisterBackward<float, DType::bfloat16> bfloat16(Arch::cpu, DType::bfloat16, kAnyHeadDim);
-const RegisterBackward<float, DType::float16> float16(Arch::cpu, DType::float16, kAnyHeadDim);
+const RegisterBackward<double, DType::float64> float64(Arch::cpu, DType::float64, kMaxHeadDim);
+const RegisterBackward<float, DType::float32> float32(Arch::cpu, DType::float32, kMaxHeadDim);
+const RegisterBackward<float, DType::bfloat16> bfloat16(Arch::cpu, DType::bfloat16, kMaxHeadDim);
+const RegisterBackward<float, DType::float16> float16(Arch::cpu, DType::float16, kMaxHeadDim);
 
 }  // namespace
 }  // namespace neginf

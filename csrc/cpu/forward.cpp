@@ -205,10 +205,10 @@ void forward(const ForwardParams<Real>& params) {
 template <typename Real, DType kDType>
 using RegisterForward = RegisterKernel<ForwardParams<Real>, forward<Real, kDType>>;
 
-const RegisterForward<double, DType::float64> float64(Arch::cpu, DType::float64, kAnyHeadDim);
-const RegisterForward<float, DType::float32> float32(Arch::cpu, DType::float32, kAnyHeadDim);
-const RegisterForward<float, DType::bfloat16> bfloat16(Arch::cpu, DType::bfloat16, kAnyHeadDim);
-const RegisterForward<float, DType::float16> float16(Arch::cpu, DType::float16, kAnyHeadDim);
+const RegisterForward<double, DType::float64> float64(Arch::cpu, DType::float64, kMaxHeadDim);
+const RegisterForward<float, DType::float32> float32(Arch::cpu, DType::float32, kMaxHeadDim);
+const RegisterForward<float, DType::bfloat16> bfloat16(Arch::cpu, DType::bfloat16, kMaxHeadDim);
+const RegisterForward<float, DType::float16> float16(Arch::cpu, DType::float16, kMaxHeadDim);
 
 }  // namespace
 }  // namespace neginf

@@ -90,6 +90,7 @@ struct ForwardTraits {
   static constexpr int kWarps = ForwardTile<kHeadDim, kModifiesScores>::kWarps;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kStages = 2;  // the waits in the mainloop count on it
+  static_assert(kHeadDim % 64 == 0, "SmemAtom is 64 wide; smaller head_dims are padded to it");
   using QueryTile = Shape<Int<kBlockM>, Int<kHeadDim>>;
   using KeyTile = Shape<Int<kBlockN>, Int<kHeadDim>>;
 
@@ -128,6 +129,7 @@ struct ForwardTraits {
     alignas(128) Element v[cosize_v<SmemLayoutKV>];
     Work work;
   };
+  static_assert(sizeof(SharedStorage) <= 99 * 1024, "what sm86, sm89 and sm120 have");
 };
 
 // -------------------------------------------------------------------------------------------- work

@@ -14,10 +14,20 @@
 namespace neginf::sm80 {
 
 template <int kHeadDim, bool kModifiesScores>
-struct ForwardTile {
+struct ForwardTile;
+
+template <bool kModifiesScores>
+struct ForwardTile<64, kModifiesScores> {
   static constexpr int kBlockM = 128;  // query rows
   static constexpr int kBlockN = 64;   // keys
-  static constexpr int kWarps = kHeadDim <= 64 && !kModifiesScores ? 4 : 8;
+  static constexpr int kWarps = kModifiesScores ? 8 : 4;
+};
+
+template <bool kModifiesScores>
+struct ForwardTile<128, kModifiesScores> {
+  static constexpr int kBlockM = 128;
+  static constexpr int kBlockN = 64;
+  static constexpr int kWarps = 8;
 };
 
 }  // namespace neginf::sm80

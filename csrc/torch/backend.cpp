@@ -103,8 +103,8 @@ const Kernel& select_kernel(Operation operation, const at::Tensor& tensor, DType
       kernel != nullptr, "neginf has no ", name(operation), " kernel for ", name(dtype),
       " with head_dim ", head_dim, " on ", tensor.device(), ". This build holds for ",
       name(operation), ": ", contents_of_build(operation),
-      ". Reinstall with NEGINF_BACKENDS and NEGINF_HEAD_DIMS set to what you need "
-      "(`python -m neginf info` prints the command).");
+      ". What this version has and the build lacks comes by reinstalling with NEGINF_BACKENDS "
+      "and NEGINF_HEAD_DIMS (`python -m neginf info` prints the command).");
   return *kernel;
 }
 

@@ -320,8 +320,8 @@ void check_public_values(const at::Tensor& lse, const char* argument) {
   for (int64_t i = 0; i < values.numel(); ++i) {
     TORCH_CHECK_VALUE(may_be_public(data[i]), argument,
                       ": got +inf; accepted are finite values, NaN, and -inf for a row without "
-                      "keys. FlashAttention-2, FlashMLA and torch mark such rows by +inf: convert "
-                      "their log-sum-exp first");
+                      "keys. FlashAttention-2, FlashMLA and torch's flash attention mark such rows "
+                      "by +inf; from there, pass torch.where(lse == torch.inf, -torch.inf, lse)");
   }
 }
 

@@ -18,7 +18,6 @@ struct Shape {
   int64_t num_heads, num_heads_k, head_dim;
 };
 
-constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kMaxSplits = 256;
 
 // A tensor and the name the caller knows it by; null when it was not passed.

@@ -49,7 +49,9 @@ def _advice(gpus: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m neginf", description=__doc__)
-    parser.add_argument("command", choices=["info"], help="what to print")
+    parser.add_argument(
+        "command", nargs="?", default="info", choices=["info"], help="what to print"
+    )
     parser.parse_args()
     print(info())
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,14 +68,11 @@ def backend(name: str | None) -> Iterator[None]:
 
 
 def install_command(*names: str) -> str:
-    """The command that reinstalls this package with `names` in it."""
+    """The command that reinstalls this package with `names` in it, in the running environment."""
     source = _source_folder()
-    what = (
-        f"-e {shlex.quote(str(source))}"
-        if source
-        else "--force-reinstall --no-deps --no-cache-dir --no-binary neginf neginf"
-    )
-    return f"NEGINF_BACKENDS={','.join(names)} python -m pip install {what}"
+    what = f"-e {shlex.quote(str(source))}" if source else ".  # in a checkout of neginf"
+    python = shlex.quote(sys.executable)
+    return f"NEGINF_BACKENDS={','.join(names)} {python} -m pip install -v {what}"
 
 
 def visible_gpus() -> list[tuple[str, tuple[int, int]]]:
