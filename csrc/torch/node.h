@@ -1,5 +1,5 @@
-// Nodes of autograd's graph are held by std::shared_ptr up to torch 2.12 or so and by intrusive_ptr
-// since; the type says which.
+// Nodes of autograd's graph are held by std::shared_ptr in torch 2.11 and by intrusive_ptr in 2.14;
+// the type says which.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
