@@ -1,0 +1,79 @@
+// What the sm80 kernels share: tensors seen the way a step needs them, a pipelined product of tiles
+// in shared memory, and the predicated load of a tile.
+#pragma once
+
+#include <cutlass/numeric_conversion.h>
+
+#include <cute/tensor.hpp>
+
+#include "../mask.h"
+
+namespace neginf::sm80 {
+
+using namespace cute;
+
+// An accumulator, ((2, 2), M, N) per thread, as (rows, columns).
+template <class Layout>
+CUTE_HOST_DEVICE constexpr auto rows_and_columns(Layout layout) {
+  return make_layout(make_layout(get<0, 1>(layout), get<1>(layout)),
+                     make_layout(get<0, 0>(layout), get<2>(layout)));
+}
+
+// The accumulator of S, ((2, 2), M, N), as the A operand of P V, ((2, 2, 2), M, N / 2): two n8
+// accumulators side by side are one k16 operand.
+template <class Layout>
+CUTE_HOST_DEVICE constexpr auto accumulator_as_operand(Layout layout) {
+  auto pairs = logical_divide(get<2>(layout), _2{});  // (2, N / 2)
+  return make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(pairs)),
+                     get<1>(layout), get<1>(pairs));
+}
+
+template <typename Element, class Fragment>
+__device__ __forceinline__ auto convert(const Fragment& from) {
+  constexpr int kSize = decltype(size(from))::value;
+  Tensor to = make_tensor<Element>(from.layout());
+  const cutlass::NumericArrayConverter<Element, float, kSize> converter;
+  recast<cutlass::Array<Element, kSize>>(to)(0) =
+      converter(recast<const cutlass::Array<float, kSize>>(from)(0));
+  return to;
+}
+
+// accumulator += A B, where load(k) brings k-block k of the operands into registers, one block
+// ahead of the mma that reads it.
+template <class TiledMma, class Accumulator, class A, class B, class Load>
+__device__ __forceinline__ void multiply(const TiledMma& mma, Accumulator& accumulator, const A& a,
+                                         const B& b, const Load& load) {
+  constexpr int kBlocks = decltype(size<2>(a))::value;
+  load(0);
+  CUTE_UNROLL
+  for (int k = 0; k < kBlocks; ++k) {
+    if (k + 1 < kBlocks) load(k + 1);
+    gemm(mma, a(_, _, k), b(_, _, k), accumulator);
+  }
+}
+
+// CuTe computes coordinates in the type of the thread's index. An unsigned one compares wrongly
+// with a bound that is negative, such as the rows left in a tile past the end of its sequence.
+__device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
+
+// What lies outside `rows` or past head_dim is not read and becomes 0.
+template <typename Traits, class Global, class Shared>
+__device__ __forceinline__ void load_tile(const Global& global, const Shared& shared, Range rows,
+                                          int head_dim) {
+  typename Traits::GmemLoad load;
+  auto thread = load.get_slice(thread_index());
+  Tensor source = thread.partition_S(global);  // (8, M, K)
+  Tensor target = thread.partition_D(shared);
+  Tensor coordinates = thread.partition_S(make_identity_tensor(shape(global)));
+  CUTE_UNROLL
+  for (int m = 0; m < size<1>(source); ++m) {
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(source); ++k) {
+      const auto at = coordinates(0, m, k);
+      const bool wanted = rows.contains(get<0>(at)) && get<1>(at) < head_dim;
+      copy(load.with(wanted), source(_, m, k), target(_, m, k));
+    }
+  }
+}
+
+}  // namespace neginf::sm80
