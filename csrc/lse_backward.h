@@ -14,6 +14,9 @@
 namespace neginf {
 
 template <typename Real>
+class BasicLog2Divisor;
+
+template <typename Real>
 class BasicDivisor {
  public:
   // A +inf that came in from outside is no empty row and no padding either: it makes its row NaN.
@@ -38,10 +41,38 @@ class BasicDivisor {
  private:
   explicit NEGINF_HOST_DEVICE BasicDivisor(Real value) : value_(value) {}
 
+  friend class BasicLog2Divisor<Real>;
+
+  Real value_;
+};
+
+// The same in base 2, for kernels that fold the scale of the scores into the exponent:
+//     P = exp2(exponent(raw, scale * log2(e)))   with s = raw * scale
+template <typename Real>
+class BasicLog2Divisor {
+ public:
+  explicit NEGINF_HOST_DEVICE BasicLog2Divisor(BasicDivisor<Real> divisor)
+      : value_(divisor.value_ * Real(1.4426950408889634)) {}
+
+  NEGINF_HOST_DEVICE Real exponent(Real raw, Real scale_log2) const {
+    using std::fma;
+    return fma(raw, scale_log2, -value_);
+  }
+
+  // One fma rounds the divisor before it is subtracted, which is off by half a unit in its last
+  // place: less than 2^-14 up to here, and factors of exp(thousands) near 1e11. Beyond, as for a
+  // NaN, only Divisor::probability will do.
+  NEGINF_HOST_DEVICE bool is_exact() const { return value_ <= kLargest && -value_ <= kLargest; }
+
+ private:
+  static constexpr Real kLargest = 1024;
+
   Real value_;
 };
 
 using Divisor = BasicDivisor<float>;
+using Log2Divisor = BasicLog2Divisor<float>;
 static_assert(sizeof(Divisor) == sizeof(float), "a buffer of Divisor is a buffer of float");
+static_assert(sizeof(Log2Divisor) == sizeof(float));
 
 }  // namespace neginf

@@ -91,6 +91,16 @@ struct ForwardParams : AttentionInputs<Real> {
   int64_t lse_partial_split_stride;  // within a split: lse_strides
 };
 
+// Device memory for the kernels of one launch, aligned to 256 bytes and not initialised. It lives
+// until the work that the launch puts on the stream has run.
+class Workspace {
+ public:
+  virtual void* allocate(int64_t bytes) = 0;
+
+ protected:
+  ~Workspace() = default;
+};
+
 template <typename Real>
 struct BackwardParams : AttentionInputs<Real> {
   const void* out;            // as q
@@ -104,6 +114,7 @@ struct BackwardParams : AttentionInputs<Real> {
   Strides out_strides, dout_strides;
   Strides dq_strides, dk_strides, dv_strides;
   bool deterministic;
+  Workspace* workspace;
 };
 
 // Strides in elements of combine's tensors; varlen tensors come with batch = 1.

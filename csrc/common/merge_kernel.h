@@ -4,8 +4,6 @@
 // A group is the smallest power of two of lanes that covers the row, up to a warp.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -14,38 +12,11 @@
 #include <stdexcept>
 
 #include "../params.h"
+#include "element.h"
 
 namespace neginf {
 
 constexpr int kMergeThreads = 256;
-
-template <typename Element, int kVector>
-struct alignas(sizeof(Element) * kVector) Pack {
-  Element at[kVector];
-};
-
-// By name, because torch's default nvcc flags switch off the conversion operators of these types.
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ void round_to(float& to, float x) { to = x; }
-__device__ __forceinline__ void round_to(__nv_bfloat16& to, float x) { to = __float2bfloat16(x); }
-__device__ __forceinline__ void round_to(__half& to, float x) { to = __float2half(x); }
-
-template <int kVector, typename Element>
-__device__ __forceinline__ void load(float (&to)[kVector], const Element* from) {
-  const auto pack = *reinterpret_cast<const Pack<Element, kVector>*>(from);
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) to[i] = to_float(pack.at[i]);
-}
-
-template <int kVector, typename Element>
-__device__ __forceinline__ void store(Element* to, const float (&from)[kVector]) {
-  Pack<Element, kVector> pack;
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) round_to(pack.at[i], from[i]);
-  *reinterpret_cast<Pack<Element, kVector>*>(to) = pack;
-}
 
 // One merged row. Heads run fastest: neighbours in memory in the usual layout of O.
 struct MergeRow {

@@ -26,29 +26,44 @@ NEGINF_HOST_DEVICE int64_t num_row_tiles(const Problem<Real>& problem, int tile_
   return (problem.total_q + tile_size - 1) / tile_size * problem.batch;
 }
 
+// The number of the first tile of a sequence.
+template <typename Real>
+NEGINF_HOST_DEVICE int first_row_tile(const Problem<Real>& problem, int tile_size, int index) {
+  if (problem.cu_seqlens_q == nullptr) {
+    return static_cast<int>((problem.total_q + tile_size - 1) / tile_size) * index;
+  }
+  return static_cast<int>(query_sequence(problem, index).first_row / tile_size) + index;
+}
+
 // `tile` is in [0, num_row_tiles).
 template <typename Real>
 NEGINF_HOST_DEVICE RowTile find_row_tile(const Problem<Real>& problem, int tile_size, int tile) {
-  if (problem.cu_seqlens_q == nullptr) {
-    const int tiles = static_cast<int>((problem.total_q + tile_size - 1) / tile_size);
-    const int index = tile / tiles;
-    return {index, query_sequence(problem, index), (tile - index * tiles) * tile_size};
-  }
-  const auto first_tile = [&](int index) {
-    return static_cast<int>(query_sequence(problem, index).first_row / tile_size) + index;
-  };
-  // The last sequence whose first tile is not past `tile`. first_tile(0) is 0.
   int index = 0;
-  int end = problem.batch + 1;
-  while (end - index > 1) {
-    const int middle = index + (end - index) / 2;
-    if (first_tile(middle) <= tile) {
-      index = middle;
-    } else {
-      end = middle;
+  if (problem.cu_seqlens_q == nullptr) {
+    index = tile / static_cast<int>((problem.total_q + tile_size - 1) / tile_size);
+  } else {
+    // The last sequence whose first tile is not past `tile`. That of sequence 0 is 0.
+    int end = problem.batch + 1;
+    while (end - index > 1) {
+      const int middle = index + (end - index) / 2;
+      if (first_row_tile(problem, tile_size, middle) <= tile) {
+        index = middle;
+      } else {
+        end = middle;
+      }
     }
   }
-  return {index, query_sequence(problem, index), (tile - first_tile(index)) * tile_size};
+  return {index, query_sequence(problem, index),
+          (tile - first_row_tile(problem, tile_size, index)) * tile_size};
+}
+
+// The same problem with its keys in the place of its queries, to cut those into tiles.
+template <typename Real>
+NEGINF_HOST_DEVICE Problem<Real> keys_as_rows(Problem<Real> problem) {
+  problem.total_q = problem.total_k;
+  problem.cu_seqlens_q = problem.cu_seqlens_k;
+  problem.seqused_q = problem.seqused_k;
+  return problem;
 }
 
 }  // namespace neginf

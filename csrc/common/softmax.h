@@ -64,18 +64,25 @@ struct ScoreModifiers {
   template <class Scores, class RowOf, class KeyOf>
   __device__ __forceinline__ void apply(Scores& scores, const Mask& mask, const RowOf& row_of,
                                         const KeyOf& key_of) const {
-    if (has_softcap) {
+    if (has_softcap) apply_softcap(scores);
+    if (has_alibi) apply_alibi(scores, mask, row_of, key_of);
+  }
+
+  template <class Scores>
+  __device__ __forceinline__ void apply_softcap(Scores& scores) const {
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_approx(scores(i) * softcap_factor);
+  }
+
+  template <class Scores, class RowOf, class KeyOf>
+  __device__ __forceinline__ void apply_alibi(Scores& scores, const Mask& mask, const RowOf& row_of,
+                                              const KeyOf& key_of) const {
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
       CUTE_UNROLL
-      for (int i = 0; i < size(scores); ++i) scores(i) = tanh_approx(scores(i) * softcap_factor);
-    }
-    if (has_alibi) {
-      CUTE_UNROLL
-      for (int r = 0; r < size<0>(scores); ++r) {
-        CUTE_UNROLL
-        for (int c = 0; c < size<1>(scores); ++c) {
-          const float bias = alibi_bias(alibi_slope, row_of(r), key_of(c), mask.offset());
-          scores(r, c) = scores(r, c) * alibi_factor + bias;
-        }
+      for (int c = 0; c < size<1>(scores); ++c) {
+        const float bias = alibi_bias(alibi_slope, row_of(r), key_of(c), mask.offset());
+        scores(r, c) = scores(r, c) * alibi_factor + bias;
       }
     }
   }

@@ -76,4 +76,23 @@ __device__ __forceinline__ void load_tile(const Global& global, const Shared& sh
   }
 }
 
+// The first `rows` rows of a tile, up to head_dim.
+template <typename Traits, class Shared, class Global>
+__device__ __forceinline__ void store_tile(const Shared& shared, const Global& global, int rows,
+                                           int head_dim) {
+  typename Traits::GmemStore store;
+  auto thread = store.get_slice(thread_index());
+  Tensor source = thread.partition_S(shared);  // (8, M, K)
+  Tensor target = thread.partition_D(global);
+  Tensor coordinates = thread.partition_D(make_identity_tensor(shape(global)));
+  CUTE_UNROLL
+  for (int m = 0; m < size<1>(target); ++m) {
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(target); ++k) {
+      const auto at = coordinates(0, m, k);
+      if (get<0>(at) < rows && get<1>(at) < head_dim) copy(store, source(_, m, k), target(_, m, k));
+    }
+  }
+}
+
 }  // namespace neginf::sm80

@@ -1,0 +1,246 @@
+#include "backward_rows.h"
+
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "cuda_check.h"
+#include "element.h"
+
+namespace neginf {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kPack = 8;  // elements of 16 bits that a thread reads at a time
+
+// One CTA per row tile and head, tiles running fastest.
+struct TileOfBlock {
+  RowTile tile;
+  int head;
+  int64_t number;  // in the workspace
+
+  static __device__ TileOfBlock of(const Problem<float>& problem, const BackwardRows& rows) {
+    const int block = static_cast<int>(blockIdx.x);
+    const int head = block / rows.num_tiles;
+    const int tile = block - head * rows.num_tiles;
+    return {find_row_tile(problem, rows.tile_rows, tile), head, rows.tile(head, tile)};
+  }
+
+  __device__ Mask mask(const Problem<float>& problem) const {
+    return mask_of(problem, tile.sequence, key_sequence(problem, tile.index));
+  }
+
+  __device__ int64_t offset(const Strides& strides, int row) const {
+    return tile.index * strides.batch + head * strides.head +
+           (tile.sequence.first_row + row) * strides.row;
+  }
+
+  __device__ int64_t lse_offset(const LseStrides& strides, int row) const {
+    return tile.index * strides.batch + head * strides.head + tile.sequence.first_row + row;
+  }
+};
+
+// Sum over `lanes` neighbouring lanes, a power of two.
+__device__ __forceinline__ float reduce_lanes(float x, int lanes) {
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    x += __shfl_xor_sync(0xffffffffu, x, distance);
+  }
+  return x;
+}
+
+// ----------------------------------------------------------------------------------------- prepare
+
+template <typename Element>
+__global__ void __launch_bounds__(kThreads)
+    prepare_kernel(const __grid_constant__ BackwardParams<float> params,
+                   const __grid_constant__ BackwardRows rows, int lanes) {
+  const Problem<float>& problem = params.problem;
+  const TileOfBlock block = TileOfBlock::of(problem, rows);
+  const RowTile& tile = block.tile;
+  const Mask mask = block.mask(problem);
+
+  float4* dq = reinterpret_cast<float4*>(rows.dq + block.number * rows.tile_size());
+  for (int i = threadIdx.x; i < rows.tile_size() / 4; i += kThreads) dq[i] = float4{};
+
+  // `lanes` threads share a row.
+  const int lane = static_cast<int>(threadIdx.x) % lanes;
+  bool needs_care = false;
+  for (int r = static_cast<int>(threadIdx.x) / lanes; r < rows.tile_rows; r += kThreads / lanes) {
+    const int row = tile.first_row + r;
+    Divisor divisor = Divisor::out_of_bounds();
+    float delta = 0.f;
+    if (row < tile.sequence.length) {
+      const int64_t lse_at = block.lse_offset(params.lse_strides, row);
+      const Lse lse = params.lse[lse_at];
+      const bool sees_keys = !mask.keys_of_row(row).empty();
+      divisor = Divisor::of(lse);
+      float dot = 0.f;
+      if (!lse.is_empty() && lane * kPack < problem.head_dim) {
+        float out[kPack], dout[kPack];
+        load(out, static_cast<const Element*>(params.out) + block.offset(params.out_strides, row) +
+                      lane * kPack);
+        load(dout, static_cast<const Element*>(params.dout) +
+                       block.offset(params.dout_strides, row) + lane * kPack);
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) {
+          // Where a row sees no key its O is the constant 0, unless the Lse comes from a merge with
+          // other keys: what is 0 in it owes nothing to dO, which may be NaN.
+          if (sees_keys || out[i] != 0.f) dot += out[i] * dout[i];
+        }
+      }
+      delta = dot;  // this lane's share
+      if (params.dlse != nullptr && !lse.is_empty() && lane == 0) delta -= params.dlse[lse_at];
+      needs_care |= sees_keys && lse.is_empty();
+      needs_care |= !Log2Divisor(divisor).is_exact();
+    }
+    delta = reduce_lanes(delta, lanes);
+    needs_care |= !(delta - delta == 0.f);  // NaN or infinite
+    if (lane == 0) {
+      rows.divisor[block.number * rows.tile_rows + r] = Log2Divisor(divisor);
+      rows.delta[block.number * rows.tile_rows + r] = delta;
+    }
+  }
+  needs_care = __syncthreads_or(needs_care);
+  if (threadIdx.x == 0) {
+    rows.needs_care[block.number] = needs_care;
+    rows.adds[block.number] = 0;
+    if (blockIdx.x == 0) *rows.next_work = 0;
+  }
+}
+
+// dsink = -sum_i exp(sink - L_i) * (D_i - dL_i), one CTA per sequence and head: the order of the
+// sum is fixed.
+__global__ void __launch_bounds__(kThreads)
+    sink_gradient_kernel(const __grid_constant__ BackwardParams<float> params,
+                         const __grid_constant__ BackwardRows rows) {
+  const Problem<float>& problem = params.problem;
+  const int index = static_cast<int>(blockIdx.x) / problem.num_heads;
+  const int head = static_cast<int>(blockIdx.x) - index * problem.num_heads;
+  const Sequence sequence = query_sequence(problem, index);
+  const float sink = problem.sink[head];
+  const Lse* lse = params.lse + index * params.lse_strides.batch + head * params.lse_strides.head +
+                   sequence.first_row;
+  const int64_t first_tile = rows.tile(head, first_row_tile(problem, rows.tile_rows, index));
+  const float* delta = rows.delta + first_tile * rows.tile_rows;
+
+  float sum = 0.f;
+  if (!is_masked(sink)) {
+    for (int row = static_cast<int>(threadIdx.x); row < sequence.length; row += kThreads) {
+      if (!lse[row].is_empty()) sum -= Divisor::of(lse[row]).probability(sink) * delta[row];
+    }
+  }
+  __shared__ float of_warp[kThreads / 32];
+  sum = reduce_lanes(sum, 32);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    sum = threadIdx.x < kThreads / 32 ? of_warp[threadIdx.x] : 0.f;
+    sum = reduce_lanes(sum, 32);
+    if (threadIdx.x == 0) params.dsink[blockIdx.x] = sum;
+  }
+}
+
+// ------------------------------------------------------------------------------------------ finish
+
+template <typename Element>
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(const __grid_constant__ BackwardParams<float> params,
+                  const __grid_constant__ BackwardRows rows) {
+  const Problem<float>& problem = params.problem;
+  const TileOfBlock block = TileOfBlock::of(problem, rows);
+  const RowTile& tile = block.tile;
+  const Mask mask = block.mask(problem);
+  const float* dq = rows.dq + block.number * rows.tile_size();
+  Element* out = static_cast<Element*>(params.dq);
+
+  // Eight columns at a time, which are two float4 in dq. Rows run fastest: neighbours there.
+  const int packs = problem.head_dim / kPack;
+  for (int i = threadIdx.x; i < rows.tile_rows * packs; i += kThreads) {
+    const int r = i % rows.tile_rows;
+    const int column = i / rows.tile_rows * kPack;
+    const int row = tile.first_row + r;
+    if (row >= tile.sequence.rows) continue;
+    float gradient[kPack] = {};
+    // A key that only other rows see may have brought 0 * NaN.
+    if (row < tile.sequence.length && !mask.keys_of_row(row).empty() &&
+        !params.lse[block.lse_offset(params.lse_strides, row)].is_empty()) {
+      const int at = dq_offset(r, column, rows.head_dim);
+      const auto even = *reinterpret_cast<const float4*>(dq + at);
+      const auto odd = *reinterpret_cast<const float4*>(dq + at + 32);
+      const float columns[kPack] = {even.x, odd.x, even.y, odd.y, even.z, odd.z, even.w, odd.w};
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) gradient[c] = columns[c] * problem.softmax_scale;
+    }
+    store(out + block.offset(params.dq_strides, row) + column, gradient);
+  }
+}
+
+template <typename Function>
+void dispatch_dtype(DType dtype, const Function& function) {
+  if (dtype == DType::bfloat16) return function(__nv_bfloat16{});
+  if (dtype == DType::float16) return function(__half{});
+  throw std::logic_error("neginf: the GPU backward takes bfloat16 and float16");
+}
+
+unsigned num_blocks(const BackwardParams<float>& params, const BackwardRows& rows) {
+  return static_cast<unsigned>(params.problem.num_heads) * static_cast<unsigned>(rows.num_tiles);
+}
+
+}  // namespace
+
+BackwardRows BackwardRows::allocate(const BackwardParams<float>& params, int tile_rows,
+                                    int head_dim) {
+  const int64_t tiles = num_row_tiles(params.problem, tile_rows);
+  const int64_t all_tiles = tiles * params.problem.num_heads;
+  if (all_tiles > std::numeric_limits<int>::max()) {
+    throw std::runtime_error("neginf: backward: too many row tiles x heads: " +
+                             std::to_string(all_tiles));
+  }
+  // dq is first, and the sizes of what follows keep everything aligned to 16 bytes.
+  const int64_t dq_size = all_tiles * tile_rows * head_dim;
+  const int64_t rows_size = all_tiles * tile_rows;
+  const int64_t words = dq_size + 2 * rows_size + 2 * all_tiles + 1;
+  auto* memory = static_cast<char*>(params.workspace->allocate(words * 4));
+  const auto take = [&]<typename T>(T*& pointer, int64_t size) {
+    pointer = reinterpret_cast<T*>(memory);
+    memory += size * 4;
+  };
+  BackwardRows rows{};
+  rows.tile_rows = tile_rows;
+  rows.head_dim = head_dim;
+  rows.num_tiles = static_cast<int>(tiles);
+  take(rows.dq, dq_size);
+  take(rows.divisor, rows_size);
+  take(rows.delta, rows_size);
+  take(rows.needs_care, all_tiles);
+  take(rows.adds, all_tiles);
+  take(rows.next_work, 1);
+  return rows;
+}
+
+void prepare_backward(const BackwardParams<float>& params, const BackwardRows& rows, DType dtype) {
+  int lanes = 1;
+  while (lanes * kPack < params.problem.head_dim) lanes *= 2;
+  if (const unsigned blocks = num_blocks(params, rows); blocks > 0) {
+    dispatch_dtype(dtype, [&](auto element) {
+      prepare_kernel<decltype(element)><<<blocks, kThreads, 0, params.stream>>>(params, rows, lanes);
+    });
+    cuda_check(cudaGetLastError(), "backward prepare");
+  }
+  const int sinks = params.problem.batch * params.problem.num_heads;
+  if (params.dsink != nullptr && sinks > 0) {
+    sink_gradient_kernel<<<sinks, kThreads, 0, params.stream>>>(params, rows);
+    cuda_check(cudaGetLastError(), "backward of the sink");
+  }
+}
+
+void finish_backward(const BackwardParams<float>& params, const BackwardRows& rows, DType dtype) {
+  const unsigned blocks = num_blocks(params, rows);
+  if (blocks == 0) return;
+  dispatch_dtype(dtype, [&](auto element) {
+    finish_kernel<decltype(element)><<<blocks, kThreads, 0, params.stream>>>(params, rows);
+  });
+  cuda_check(cudaGetLastError(), "backward finish");
+}
+
+}  // namespace neginf

@@ -1,0 +1,689 @@
+// Attention backward with mma.sync and cp.async: for sm80, and as PTX for newer GPUs.
+//
+// A CTA owns kBlockN keys of one key head and walks over the tiles of kBlockM query rows that see
+// any of them, of every query head in the group. dK and dV stay in registers; dQ is added to fp32
+// memory. Everything of size keys x rows is computed transposed:
+//
+//     S^T = K Q^T          P = exp(S - L)         dV += P^T dO
+//     dP^T = V dO^T        dS = P (dP - delta)    dK += dS^T Q      dQ += dS K
+//
+//   global       K, V         Q, dO, divisor, delta                          dQ (fp32)   dK, dV
+//                | cp.async   | cp.async                                        ^          ^
+//   shared       sK, sV       sQ[2], sdO     sP, sdS ---------------.           | red      |
+//                | ldmatrix   | ldmatrix     ^ st.shared            | ldmatrix  |          |
+//   registers    '------------'--> S^T, dP^T -' --> P, dS ----------'--> dQ ----'  dK, dV -'
+//
+// Iteration t, with Q and the row statistics in stage t % 2:
+//
+//   wait, barrier | issue Q(t+1) | S, dP -> P, dS | barrier | dV | barrier, issue dO(t+1) | dK | dQ
+//        |                                           |             |
+//   all warps are past dQ(t-1):              P and dS are      all warps are past dV(t):
+//   the other stage, sP and sdS are free     there             sdO is free
+//
+// Where each warp owns whole rows of S^T (kKeepsP), P^T and dS^T go from accumulator to operand
+// without shared memory, and only dQ needs sdS.
+//
+// Softcap and ALiBi are a second kernel, as in the forward.
+#pragma once
+
+#include <cute/tensor.hpp>
+#include <limits>
+
+#include "../common/backward_rows.h"
+#include "../common/cuda_check.h"
+#include "../common/row_tile.h"
+#include "../common/shared_memory.h"
+#include "../common/softmax.h"
+#include "../kernels.h"
+#include "backward_tile_sizes.h"
+#include "tiles.cuh"
+
+namespace neginf::sm80 {
+
+using namespace cute;
+
+// -------------------------------------------------------------------------------------------- work
+
+// What a CTA works on. In shared memory, as in the forward.
+struct KeyWork {
+  RowTile keys;
+  int head_k;
+  int group;  // query heads per key head
+  Sequence queries;
+  Mask mask;
+  Range visible_keys;    // of the sequence; others may hold NaN
+  Range rows_with_keys;  // of the sequence; what others hold must not enter a product
+  Range row_tiles;       // tiles with a row that sees one of the keys
+  int first_tile;        // of the sequence, in BackwardRows
+
+  // In the one-dimensional grid key tiles run fastest, so that neighbours share Q and dO in L2. When
+  // each dQ is summed in order, the last tile of keys adds first: with a causal mask that is the one
+  // that reaches a tile of rows first. `work` counts so that nobody waits for higher work.
+  static __device__ KeyWork of(const BackwardParams<float>& params, const BackwardRows& rows,
+                               int block_n, int work) {
+    const Problem<float>& problem = params.problem;
+    const Problem<float> key_problem = keys_as_rows(problem);
+    const int tiles = static_cast<int>(num_row_tiles(key_problem, block_n));
+    const int head_k = work / tiles;
+    int tile = work - head_k * tiles;
+    if (params.deterministic) tile = tiles - 1 - tile;
+    const RowTile keys = find_row_tile(key_problem, block_n, tile);
+    const Sequence queries = query_sequence(problem, keys.index);
+    const Mask mask = mask_of(problem, queries, keys.sequence);
+    return {keys,
+            head_k,
+            problem.num_heads / problem.num_heads_k,
+            queries,
+            mask,
+            mask.visible_keys(),
+            mask.rows_of_keys({0, keys.sequence.length}),
+            tiles_covering(mask.rows_of_keys(keys.rows(block_n)), rows.tile_rows),
+            first_row_tile(problem, rows.tile_rows, keys.index)};
+  }
+};
+
+// ------------------------------------------------------------------------------------------ traits
+
+template <typename Element_, int kHeadDim_, typename Sizes, bool kModifiesScores_>
+struct BackwardTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kModifiesScores = kModifiesScores_;
+  static constexpr int kBlockM = Sizes::kBlockM;
+  static constexpr int kBlockN = Sizes::kBlockN;
+  static constexpr int kWarps = Sizes::kWarps;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kStagesQ = 2;
+  static constexpr int kStagesDout = Sizes::kStagesDout;
+  static constexpr bool kKeepsP =
+      Sizes::kScoreWarpsKeys == kWarps && Sizes::kKeyGradWarpsKeys == kWarps;
+
+  using MmaAtom = std::conditional_t<std::is_same_v<Element, half_t>, SM80_16x8x16_F32F16F16F32_TN,
+                                     SM80_16x8x16_F32BF16BF16F32_TN>;
+  // Products with `kRowWarps` warps along the rows of the result and the others along its columns.
+  template <int kRowWarps>
+  using TiledMmaOf = decltype(make_tiled_mma(
+      MmaAtom{}, Layout<Shape<Int<kRowWarps>, Int<kWarps / kRowWarps>, _1>>{},
+      Tile<Int<16 * kRowWarps>, Int<16 * (kWarps / kRowWarps)>, _16>{}));
+  using ScoreMma = TiledMmaOf<Sizes::kScoreWarpsKeys>;       // (keys, rows)
+  using KeyGradMma = TiledMmaOf<Sizes::kKeyGradWarpsKeys>;   // (keys, head_dim)
+  using QueryGradMma = TiledMmaOf<Sizes::kQueryGradWarpsRows>;  // (rows, head_dim)
+
+  // Rows of 128 or 64 bytes with their 16-byte chunks permuted: no bank conflict for cp.async,
+  // ldmatrix or the epilogue.
+  template <int kColumns>
+  using SmemAtom = std::conditional_t<
+      kColumns % 64 == 0,
+      decltype(composition(Swizzle<3, 3, 3>{}, Layout<Shape<_8, _64>, Stride<_64, _1>>{})),
+      decltype(composition(Swizzle<2, 3, 3>{}, Layout<Shape<_8, _32>, Stride<_32, _1>>{}))>;
+  using HeadAtom = SmemAtom<kHeadDim>;
+  using QueryTile = Shape<Int<kBlockM>, Int<kHeadDim>>;
+  using KeyTile = Shape<Int<kBlockN>, Int<kHeadDim>>;
+  using ScoreTile = Shape<Int<kBlockN>, Int<kBlockM>>;
+  using SmemLayoutQ = decltype(tile_to_shape(HeadAtom{}, QueryTile{}));
+  using SmemLayoutK = decltype(tile_to_shape(HeadAtom{}, KeyTile{}));
+  using SmemLayoutP = decltype(tile_to_shape(SmemAtom<kBlockM>{}, ScoreTile{}));
+
+  // 16 bytes per thread along the atom.
+  static constexpr int kThreadsPerRow = size<1>(HeadAtom{}) / 8;
+  using GmemThreads =
+      Layout<Shape<Int<kThreads / kThreadsPerRow>, Int<kThreadsPerRow>>, Stride<Int<kThreadsPerRow>, _1>>;
+  using GmemLoad =
+      decltype(make_tiled_copy(Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element>{},
+                               GmemThreads{}, Layout<Shape<_1, _8>>{}));
+  using GmemStore = decltype(make_tiled_copy(Copy_Atom<UniversalCopy<uint128_t>, Element>{},
+                                             GmemThreads{}, Layout<Shape<_1, _8>>{}));
+  using SmemLoad = Copy_Atom<SM75_U32x4_LDSM_N, Element>;
+  using SmemLoadTransposed = Copy_Atom<SM75_U16x8_LDSM_T, Element>;
+  using SmemStore = Copy_Atom<UniversalCopy<uint32_t>, Element>;
+
+  struct SharedStorage {
+    alignas(128) Element k[cosize_v<SmemLayoutK>];  // the epilogue puts dK here
+    alignas(128) Element v[cosize_v<SmemLayoutK>];  // and dV here
+    alignas(128) Element q[kStagesQ][cosize_v<SmemLayoutQ>];
+    alignas(128) Element dout[kStagesDout][cosize_v<SmemLayoutQ>];
+    alignas(128) Element p[kKeepsP ? 1 : cosize_v<SmemLayoutP>];
+    alignas(128) Element ds[cosize_v<SmemLayoutP>];
+    alignas(16) Log2Divisor divisor[kStagesQ][kBlockM];
+    alignas(16) float delta[kStagesQ][kBlockM];
+    int needs_care[kStagesQ];
+    int work_number;
+    KeyWork work;
+  };
+};
+
+// ------------------------------------------------------------------------------- global to shared
+
+// One iteration: a tile of rows of one head.
+struct RowStep {
+  int head;
+  int tile;  // in the sequence
+
+  static __device__ RowStep at(const KeyWork& work, int t) {
+    const int tiles = work.row_tiles.size();
+    const int head = t / tiles;
+    return {work.head_k * work.group + head, work.row_tiles.begin + t - head * tiles};
+  }
+};
+
+template <typename Traits, typename Element>
+__device__ __forceinline__ auto rows_of_step(Element* base, const Strides& strides,
+                                             const KeyWork& work, const RowStep& step) {
+  base += work.keys.index * strides.batch + step.head * strides.head +
+          (work.queries.first_row + step.tile * Traits::kBlockM) * strides.row;
+  return make_tensor(make_gmem_ptr(base), typename Traits::QueryTile{},
+                     make_stride(strides.row, _1{}));
+}
+
+template <typename Traits, typename Element>
+__device__ __forceinline__ auto keys_of_work(Element* base, const Strides& strides,
+                                             const KeyWork& work) {
+  base += work.keys.index * strides.batch + work.head_k * strides.head +
+          (work.keys.sequence.first_row + work.keys.first_row) * strides.row;
+  return make_tensor(make_gmem_ptr(base), typename Traits::KeyTile{},
+                     make_stride(strides.row, _1{}));
+}
+
+// A tile of Q or dO; rows that see no key become 0.
+template <typename Traits>
+__device__ __forceinline__ void load_rows(const void* tensor, const Strides& strides,
+                                          typename Traits::Element* shared, const KeyWork& work,
+                                          const RowStep& step, int head_dim) {
+  using Element = typename Traits::Element;
+  const int first_row = step.tile * Traits::kBlockM;
+  load_tile<Traits>(
+      rows_of_step<Traits>(static_cast<const Element*>(tensor), strides, work, step),
+      make_tensor(make_smem_ptr(shared), typename Traits::SmemLayoutQ{}),
+      {work.rows_with_keys.begin - first_row, work.rows_with_keys.end - first_row}, head_dim);
+}
+
+template <typename Traits>
+__device__ __forceinline__ void load_keys(const void* tensor, const Strides& strides,
+                                          typename Traits::Element* shared, const KeyWork& work,
+                                          int head_dim) {
+  using Element = typename Traits::Element;
+  const int first_key = work.keys.first_row;
+  load_tile<Traits>(keys_of_work<Traits>(static_cast<const Element*>(tensor), strides, work),
+                    make_tensor(make_smem_ptr(shared), typename Traits::SmemLayoutK{}),
+                    {work.visible_keys.begin - first_key, work.visible_keys.end - first_key},
+                    head_dim);
+}
+
+// Divisors, deltas and the flag of a step.
+template <typename Traits>
+__device__ __forceinline__ void load_row_statistics(const BackwardRows& rows, const KeyWork& work,
+                                                    const RowStep& step, int stage,
+                                                    typename Traits::SharedStorage& shared) {
+  constexpr int kChunks = Traits::kBlockM / 4;
+  static_assert(2 * kChunks < Traits::kThreads);
+  const int64_t tile = rows.tile(step.head, work.first_tile + step.tile);
+  const int thread = thread_index();
+  const auto load16 = [](const void* from, void* to) {
+    SM80_CP_ASYNC_CACHEGLOBAL<uint128_t>::copy(*static_cast<const uint128_t*>(from),
+                                               *static_cast<uint128_t*>(to));
+  };
+  if (thread < kChunks) {
+    load16(rows.divisor + tile * Traits::kBlockM + 4 * thread, &shared.divisor[stage][4 * thread]);
+  } else if (thread < 2 * kChunks) {
+    const int row = 4 * (thread - kChunks);
+    load16(rows.delta + tile * Traits::kBlockM + row, &shared.delta[stage][row]);
+  } else if (thread == 2 * kChunks) {
+    SM80_CP_ASYNC_CACHEALWAYS<int>::copy(rows.needs_care[tile], shared.needs_care[stage]);
+  }
+}
+
+// ------------------------------------------------------------------------------------ needing care
+
+// The Lse of the rows of a step, and which of them must not enter a product: those without weight,
+// and those that are NaN anyway, whose q and dO would meet the zeros of keys they do not see.
+struct CarefulRows {
+  const Lse* lse;  // of the first row
+  int rows_left;
+
+  static __device__ CarefulRows of(const BackwardParams<float>& params, const KeyWork& work,
+                                   const RowStep& step, int block_m) {
+    const int first_row = step.tile * block_m;
+    return {params.lse + work.keys.index * params.lse_strides.batch +
+                step.head * params.lse_strides.head + work.queries.first_row + first_row,
+            work.queries.length - first_row};
+  }
+
+  __device__ bool must_clear(int r) const {
+    return r < rows_left && (lse[r].is_empty() || lse[r].value() != lse[r].value());
+  }
+
+  __device__ Divisor divisor(int r) const {
+    return r < rows_left ? Divisor::of(lse[r]) : Divisor::out_of_bounds();
+  }
+};
+
+template <typename Traits>
+__device__ __noinline__ void clear_careful_rows(CarefulRows rows,
+                                                typename Traits::Element* q,
+                                                typename Traits::Element* dout) {
+  using Element = typename Traits::Element;
+  Tensor sQ = make_tensor(make_smem_ptr(q), typename Traits::SmemLayoutQ{});
+  Tensor sdO = make_tensor(make_smem_ptr(dout), typename Traits::SmemLayoutQ{});
+  for (int i = thread_index(); i < Traits::kBlockM * Traits::kHeadDim; i += Traits::kThreads) {
+    const int r = i / Traits::kHeadDim;
+    if (!rows.must_clear(r)) continue;
+    sQ(r, i % Traits::kHeadDim) = Element(0);
+    sdO(r, i % Traits::kHeadDim) = Element(0);
+  }
+}
+
+// -------------------------------------------------------------------------------- the scores' part
+
+// S^T to P, in place. Tensors here are (rows, keys), as in the forward; the rows of a thread are
+// many and its keys are few.
+template <class Scores, class RowOf>
+__device__ __forceinline__ void to_probabilities(Scores& scores, const Log2Divisor* divisor,
+                                                 const RowOf& row_of, float scale_log2) {
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(scores); ++r) {
+    const Log2Divisor of_row = divisor[row_of(r)];
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) {
+      scores(r, c) = exp2_approx(of_row.exponent(scores(r, c), scale_log2));
+    }
+  }
+}
+
+// For rows that base 2 cannot serve. Without contraction: s must be rounded as the Lse was.
+template <class Scores, class RowOf>
+__device__ __forceinline__ void to_careful_probabilities(Scores& scores, const CarefulRows& rows,
+                                                         const RowOf& row_of, float scale) {
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(scores); ++r) {
+    const Divisor divisor = rows.divisor(row_of(r));
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) {
+      scores(r, c) = divisor.probability(__fmul_rn(scores(r, c), scale));
+    }
+  }
+}
+
+// dP to dS, in place.
+template <class Gradients, class Probabilities, class RowOf>
+__device__ __forceinline__ void to_score_gradients(Gradients& gradients, const Probabilities& p,
+                                                   const float* delta, const RowOf& row_of) {
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(gradients); ++r) {
+    const float of_row = delta[row_of(r)];
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(gradients); ++c) {
+      gradients(r, c) = p(r, c) * (gradients(r, c) - of_row);
+    }
+  }
+}
+
+// A key of weight 0 gets gradient 0 also from a row whose other factor is NaN.
+template <class Gradients, class Probabilities>
+__device__ __forceinline__ void drop_weightless_keys(Gradients& gradients, const Probabilities& p) {
+  CUTE_UNROLL
+  for (int i = 0; i < size(gradients); ++i) {
+    if (p(i) == 0.f) gradients(i) = 0.f;
+  }
+}
+
+// -------------------------------------------------------------------------------------- tensor core
+
+// The accumulator of a transposed tile, ((2, 2), keys, rows) per thread, as (rows, keys).
+template <class Fragment>
+__device__ __forceinline__ auto as_rows_and_keys(Fragment& fragment) {
+  return make_tensor(fragment.data(), select<1, 0>(rows_and_columns(fragment.layout())));
+}
+
+// A tile in shared memory with its modes exchanged.
+template <class Tile>
+__device__ __forceinline__ auto transposed(const Tile& tile) {
+  const auto rows = size<0>(tile.layout());
+  const auto columns = size<1>(tile.layout());
+  return make_tensor(tile.data(),
+                     composition(tile.layout(), make_layout(make_shape(columns, rows),
+                                                            make_stride(rows, _1{}))));
+}
+
+// accumulator += A B^T, A (m, k) and B (n, k) in shared memory. An operand whose k runs along the
+// rows of its tile is loaded with ldmatrix.trans.
+template <class TiledMma, class Accumulator, class A, class B, class LoadA, class LoadB>
+__device__ __forceinline__ void multiply_shared(const TiledMma& mma, Accumulator& accumulator,
+                                                const A& a, const B& b, const LoadA& load_atom_a,
+                                                const LoadB& load_atom_b) {
+  using Element = typename A::value_type;
+  auto load_a = make_tiled_copy_A(load_atom_a, mma);
+  auto load_b = make_tiled_copy_B(load_atom_b, mma);
+  auto thread_a = load_a.get_slice(thread_index());
+  auto thread_b = load_b.get_slice(thread_index());
+  Tensor from_a = thread_a.partition_S(a);
+  Tensor from_b = thread_b.partition_S(b);
+  Tensor fragment_a = make_tensor<Element>(partition_shape_A(mma, shape(a)));
+  Tensor fragment_b = make_tensor<Element>(partition_shape_B(mma, shape(b)));
+  Tensor to_a = thread_a.retile_D(fragment_a);
+  Tensor to_b = thread_b.retile_D(fragment_b);
+  multiply(mma, accumulator, fragment_a, fragment_b, [&](int k) {
+    copy(load_a, from_a(_, _, k), to_a(_, _, k));
+    copy(load_b, from_b(_, _, k), to_b(_, _, k));
+  });
+}
+
+// The same with A an accumulator that was rounded to Element.
+template <class TiledMma, class Accumulator, class A, class B, class LoadB>
+__device__ __forceinline__ void multiply_registers(const TiledMma& mma, Accumulator& accumulator,
+                                                   const A& rounded, const B& b,
+                                                   const LoadB& load_atom_b) {
+  auto load_b = make_tiled_copy_B(load_atom_b, mma);
+  auto thread_b = load_b.get_slice(thread_index());
+  Tensor from_b = thread_b.partition_S(b);
+  Tensor fragment_a = make_tensor(rounded.data(), accumulator_as_operand(rounded.layout()));
+  Tensor fragment_b = make_tensor<typename B::value_type>(partition_shape_B(mma, shape(b)));
+  Tensor to_b = thread_b.retile_D(fragment_b);
+  multiply(mma, accumulator, fragment_a, fragment_b,
+           [&](int k) { copy(load_b, from_b(_, _, k), to_b(_, _, k)); });
+}
+
+template <typename Traits, class TiledMma, class Rounded, class Shared>
+__device__ __forceinline__ void store_accumulator(const Rounded& rounded, const Shared& shared) {
+  auto store = make_tiled_copy_C(typename Traits::SmemStore{}, TiledMma{});
+  auto thread = store.get_slice(thread_index());
+  copy(store, thread.retile_S(rounded), thread.partition_D(shared));
+}
+
+// ------------------------------------------------------------------------------------------- dQ
+
+// Lets key tiles add to a tile of dQ one after the other, the last one first.
+struct OrderedAdds {
+  int* adds;  // null: in any order
+  int turn;
+
+  static __device__ OrderedAdds of(const BackwardParams<float>& params, const BackwardRows& rows,
+                                   const KeyWork& work, const RowStep& step, int block_n) {
+    if (!params.deterministic) return {nullptr, 0};
+    const int first_row = step.tile * rows.tile_rows;
+    const Range tiles =
+        tiles_covering(work.mask.keys_of_rows({first_row, first_row + rows.tile_rows}), block_n);
+    return {rows.adds + rows.tile(step.head, work.first_tile + step.tile),
+            tiles.end - 1 - work.keys.first_row / block_n};
+  }
+
+  __device__ void wait() const {
+    if (adds == nullptr) return;
+    if (threadIdx.x == 0) {
+      int done;
+      do {
+        asm volatile("ld.global.acquire.gpu.b32 %0, [%1];" : "=r"(done) : "l"(adds) : "memory");
+      } while (done != turn);
+    }
+    __syncthreads();
+  }
+
+  __device__ void pass_on() const {
+    if (adds == nullptr) return;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(adds) : "memory");
+    }
+  }
+};
+
+// dq_offset as a layout.
+template <typename Traits>
+using QueryGradLayout = Layout<
+    Shape<Shape<_8, _2, Int<Traits::kBlockM / 16>>, Shape<_2, _4, Int<Traits::kHeadDim / 8>>>,
+    Stride<Stride<_4, _64, Int<Traits::kHeadDim * 16>>, Stride<_32, _1, _128>>>;
+
+template <typename Traits, class Accumulator>
+__device__ __forceinline__ void add_query_gradient(const BackwardRows& rows, const KeyWork& work,
+                                                   const RowStep& step,
+                                                   const Accumulator& tQrQ) {
+  const int64_t tile = rows.tile(step.head, work.first_tile + step.tile);
+  Tensor dq = make_tensor(make_gmem_ptr(rows.dq + tile * (Traits::kBlockM * Traits::kHeadDim)),
+                          QueryGradLayout<Traits>{});
+  typename Traits::QueryGradMma mma;
+  Tensor tQgQ = mma.get_slice(thread_index()).partition_C(dq);
+  CUTE_UNROLL
+  for (int i = 0; i < size(tQrQ); ++i) atomicAdd(&tQgQ(i), tQrQ(i));
+}
+
+// ---------------------------------------------------------------------------------------- mainloop
+
+template <typename Traits, class KeyGradient>
+__device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
+                                         const BackwardRows& rows, const KeyWork& work,
+                                         typename Traits::SharedStorage& shared,
+                                         KeyGradient& tKrK, KeyGradient& tVrV) {
+  using Element = typename Traits::Element;
+  constexpr int kBlockM = Traits::kBlockM;
+  constexpr int kBlockN = Traits::kBlockN;
+  constexpr bool kSingleDout = Traits::kStagesDout == 1;
+  const int head_dim = params.problem.head_dim;
+  const int steps = work.row_tiles.size() * work.group;
+  if (steps == 0) return;
+
+  Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutK{});
+  Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutK{});
+  Tensor sP = make_tensor(make_smem_ptr(shared.p), typename Traits::SmemLayoutP{});
+  Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutP{});
+  typename Traits::ScoreMma score_mma;
+  typename Traits::KeyGradMma key_grad_mma;
+  typename Traits::QueryGradMma query_grad_mma;
+  const typename Traits::SmemLoad load;
+  const typename Traits::SmemLoadTransposed load_transposed;
+
+  Tensor tScS = score_mma.get_slice(thread_index())
+                    .partition_C(make_identity_tensor(typename Traits::ScoreTile{}));
+  Tensor coordinates = make_tensor(tScS.data(), select<1, 0>(rows_and_columns(tScS.layout())));
+  const auto row_in_tile = [&](int r) { return get<1>(coordinates(r, 0)); };
+  const auto key_of = [&](int c) { return work.keys.first_row + get<0>(coordinates(0, c)); };
+
+  const auto load_q = [&](const RowStep& step, int stage) {
+    load_rows<Traits>(params.q, params.q_strides, shared.q[stage], work, step, head_dim);
+    load_row_statistics<Traits>(rows, work, step, stage, shared);
+  };
+  const auto load_dout = [&](const RowStep& step, int stage) {
+    load_rows<Traits>(params.dout, params.dout_strides, shared.dout[kSingleDout ? 0 : stage], work,
+                      step, head_dim);
+  };
+
+  RowStep step = RowStep::at(work, 0);
+  load_keys<Traits>(params.k, params.k_strides, shared.k, work, head_dim);
+  load_keys<Traits>(params.v, params.v_strides, shared.v, work, head_dim);
+  load_q(step, 0);
+  load_dout(step, 0);
+  cp_async_fence();
+
+  for (int t = 0; t < steps; ++t) {
+    const int stage = t % Traits::kStagesQ;
+    const RowStep next = RowStep::at(work, t + 1);
+    const bool has_next = t + 1 < steps;
+    const int first_row = step.tile * kBlockM;
+    Tensor sQ = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemLayoutQ{});
+    Tensor sdO = make_tensor(make_smem_ptr(shared.dout[kSingleDout ? 0 : stage]),
+                             typename Traits::SmemLayoutQ{});
+
+    cp_async_wait<0>();
+    __syncthreads();
+    if (has_next) load_q(next, stage ^ 1);
+    if (has_next && !kSingleDout) load_dout(next, stage ^ 1);
+    cp_async_fence();
+
+    const bool careful = shared.needs_care[stage] != 0;
+    const auto careful_rows = CarefulRows::of(params, work, step, kBlockM);
+    if (careful) {
+      clear_careful_rows<Traits>(careful_rows, shared.q[stage],
+                                 shared.dout[kSingleDout ? 0 : stage]);
+      __syncthreads();
+    }
+
+    Tensor tSrS = partition_fragment_C(score_mma, typename Traits::ScoreTile{});
+    clear(tSrS);
+    multiply_shared(score_mma, tSrS, sK, sQ, load, load);
+    Tensor p = as_rows_and_keys(tSrS);
+    const auto modifiers = ScoreModifiers::of(params.problem, work.keys.index, step.head);
+    const float scale = Traits::kModifiesScores ? modifiers.scale : params.problem.softmax_scale;
+    [[maybe_unused]] Tensor slope = make_fragment_like(tSrS);  // of softcap
+    if constexpr (Traits::kModifiesScores) {
+      const auto row_of = [&](int r) { return first_row + row_in_tile(r); };
+      if (modifiers.has_softcap) {
+        modifiers.apply_softcap(p);
+        CUTE_UNROLL
+        for (int i = 0; i < size(slope); ++i) slope(i) = 1.f - tSrS(i) * tSrS(i);
+      }
+      if (modifiers.has_alibi) modifiers.apply_alibi(p, work.mask, row_of, key_of);
+    }
+    const Range common = work.mask.keys_common_to_rows({first_row, first_row + kBlockM});
+    const bool masked =
+        common.begin > work.keys.first_row || common.end < work.keys.first_row + kBlockN;
+    if (masked) {
+      apply_mask(p, work.mask, [&](int r) { return first_row + row_in_tile(r); }, key_of);
+    }
+    if (careful) {
+      to_careful_probabilities(p, careful_rows, row_in_tile, scale);
+    } else {
+      to_probabilities(p, shared.divisor[stage], row_in_tile, scale * kLog2e);
+    }
+    Tensor rounded_p = convert<Element>(tSrS);
+    if constexpr (!Traits::kKeepsP) {
+      store_accumulator<Traits, typename Traits::ScoreMma>(rounded_p, sP);
+    }
+
+    Tensor tPrP = partition_fragment_C(score_mma, typename Traits::ScoreTile{});  // dP^T
+    clear(tPrP);
+    multiply_shared(score_mma, tPrP, sV, sdO, load, load);
+    Tensor ds = as_rows_and_keys(tPrP);
+    to_score_gradients(ds, p, shared.delta[stage], row_in_tile);
+    if constexpr (Traits::kModifiesScores) {
+      if (modifiers.has_softcap) {
+        CUTE_UNROLL
+        for (int i = 0; i < size(slope); ++i) tPrP(i) *= slope(i);
+      }
+    }
+    if (careful) drop_weightless_keys(ds, p);
+    Tensor rounded_ds = convert<Element>(tPrP);
+    store_accumulator<Traits, typename Traits::ScoreMma>(rounded_ds, sdS);
+
+    if constexpr (Traits::kKeepsP) {
+      multiply_registers(key_grad_mma, tVrV, rounded_p, transposed(sdO), load_transposed);
+      multiply_registers(key_grad_mma, tKrK, rounded_ds, transposed(sQ), load_transposed);
+      __syncthreads();
+    } else {
+      __syncthreads();
+      multiply_shared(key_grad_mma, tVrV, sP, transposed(sdO), load, load_transposed);
+      if constexpr (kSingleDout) __syncthreads();
+    }
+    if constexpr (kSingleDout) {
+      if (has_next) load_dout(next, 0);
+      cp_async_fence();
+    }
+    if constexpr (!Traits::kKeepsP) {
+      multiply_shared(key_grad_mma, tKrK, sdS, transposed(sQ), load, load_transposed);
+    }
+
+    Tensor tQrQ = partition_fragment_C(query_grad_mma, typename Traits::QueryTile{});  // dQ
+    clear(tQrQ);
+    multiply_shared(query_grad_mma, tQrQ, transposed(sdS), transposed(sK), load_transposed,
+                    load_transposed);
+    const auto order = OrderedAdds::of(params, rows, work, step, kBlockN);
+    order.wait();
+    add_query_gradient<Traits>(rows, work, step, tQrQ);
+    order.pass_on();
+    step = next;
+  }
+  __syncthreads();  // the epilogue writes where K and V were
+}
+
+// ---------------------------------------------------------------------------------------- epilogue
+
+// dK or dV in the dtype of k, through shared memory so that it leaves in 16-byte pieces. A key that
+// nobody sees gets exactly 0, whatever met its zeros.
+template <typename Traits, class Accumulator>
+__device__ __forceinline__ void store_key_gradient(void* tensor, const Strides& strides,
+                                                   float scale, const KeyWork& work,
+                                                   Accumulator& gradient,
+                                                   typename Traits::Element* shared,
+                                                   int head_dim) {
+  using Element = typename Traits::Element;
+  typename Traits::KeyGradMma mma;
+  Tensor tKcK = mma.get_slice(thread_index())
+                    .partition_C(make_identity_tensor(typename Traits::KeyTile{}));
+  CUTE_UNROLL
+  for (int i = 0; i < size(gradient); ++i) {
+    const int key = work.keys.first_row + get<0>(tKcK(i));
+    gradient(i) = work.visible_keys.contains(key) ? gradient(i) * scale : 0.f;
+  }
+  Tensor sG = make_tensor(make_smem_ptr(shared), typename Traits::SmemLayoutK{});
+  store_accumulator<Traits, typename Traits::KeyGradMma>(convert<Element>(gradient), sG);
+  __syncthreads();
+
+  Tensor gG = keys_of_work<Traits>(static_cast<Element*>(tensor), strides, work);
+  store_tile<Traits>(sG, gG, work.keys.sequence.rows - work.keys.first_row, head_dim);
+}
+
+// ------------------------------------------------------------------------------------------ kernel
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads)
+    backward_kernel(const __grid_constant__ BackwardParams<float> params,
+                    const __grid_constant__ BackwardRows rows) {
+  extern __shared__ __align__(128) char shared_memory[];
+  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(shared_memory);
+
+  if (threadIdx.x == 0) {
+    // Blocks need not start in the order of their index; who waits for lower work must know that it
+    // has started.
+    const int number =
+        params.deterministic ? atomicAdd(rows.next_work, 1) : static_cast<int>(blockIdx.x);
+    shared.work = KeyWork::of(params, rows, Traits::kBlockN, number);
+  }
+  __syncthreads();
+  const KeyWork& work = shared.work;
+  typename Traits::KeyGradMma mma;
+  Tensor tKrK = partition_fragment_C(mma, typename Traits::KeyTile{});  // dK
+  Tensor tVrV = partition_fragment_C(mma, typename Traits::KeyTile{});  // dV
+  clear(tKrK);
+  clear(tVrV);
+  mainloop<Traits>(params, rows, work, shared, tKrK, tVrV);
+  store_key_gradient<Traits>(params.dk, params.dk_strides, params.problem.softmax_scale, work, tKrK,
+                             shared.k, params.problem.head_dim);
+  store_key_gradient<Traits>(params.dv, params.dv_strides, 1.f, work, tVrV, shared.v,
+                             params.problem.head_dim);
+}
+
+// Pointers are aligned to 16 bytes, head_dim and the strides of row, head and batch are multiples
+// of 8 elements; head_dim <= kHeadDim.
+template <typename Traits>
+void launch_backward(const BackwardParams<float>& params, const BackwardRows& rows) {
+  const Problem<float>& problem = params.problem;
+  const int64_t blocks =
+      num_row_tiles(keys_as_rows(problem), Traits::kBlockN) * problem.num_heads_k;
+  if (blocks == 0) return;
+  if (blocks > std::numeric_limits<int>::max()) {
+    throw std::runtime_error("neginf: sm80 backward: too many key tiles x heads: " +
+                             std::to_string(blocks));
+  }
+  constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
+  allow_shared_memory<backward_kernel<Traits>>(kSharedBytes);
+  backward_kernel<Traits>
+      <<<static_cast<unsigned>(blocks), Traits::kThreads, kSharedBytes, params.stream>>>(params,
+                                                                                         rows);
+  cuda_check(cudaGetLastError(), "sm80 backward");
+}
+
+template <typename Element, int kHeadDim>
+void run_backward(const BackwardParams<float>& params) {
+  using Sizes = BackwardTile<kHeadDim>;
+  constexpr DType kDType = std::is_same_v<Element, half_t> ? DType::float16 : DType::bfloat16;
+  const auto rows = BackwardRows::allocate(params, Sizes::kBlockM, kHeadDim);
+  const bool modifies_scores =
+      params.problem.softcap != 0.f || params.problem.alibi_slopes != nullptr;
+  prepare_backward(params, rows, kDType);
+  modifies_scores ? launch_backward<BackwardTraits<Element, kHeadDim, Sizes, true>>(params, rows)
+                  : launch_backward<BackwardTraits<Element, kHeadDim, Sizes, false>>(params, rows);
+  finish_backward(params, rows, kDType);
+}
+
+template <typename Element, int kHeadDim>
+using RegisterBackward = RegisterKernel<BackwardParams<float>, run_backward<Element, kHeadDim>>;
+
+}  // namespace neginf::sm80
