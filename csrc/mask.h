@@ -88,6 +88,14 @@ struct Mask {
     return intersect({0, seqlen_q}, {first, last + 1});
   }
 
+  // Rows that see every one of the keys.
+  NEGINF_HOST_DEVICE Range rows_common_to_keys(Range keys) const {
+    if (keys.begin < 0 || keys.end > seqlen_k) return {0, 0};
+    const int first = window_right < 0 ? 0 : keys.end - 1 - offset() - window_right;
+    const int last = window_left < 0 ? seqlen_q - 1 : keys.begin - offset() + window_left;
+    return intersect({0, seqlen_q}, {first, last + 1});
+  }
+
   // The key on the diagonal of row i is i + offset().
   NEGINF_HOST_DEVICE int offset() const { return seqlen_k - seqlen_q; }
 

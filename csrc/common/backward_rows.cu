@@ -3,6 +3,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "cuda_check.h"
 #include "element.h"
@@ -13,17 +14,16 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kPack = 8;  // elements of 16 bits that a thread reads at a time
 
-// One CTA per row tile and head, tiles running fastest.
+// One CTA per row tile and head, tiles running fastest: block b has number b in the workspace.
 struct TileOfBlock {
   RowTile tile;
   int head;
-  int64_t number;  // in the workspace
 
   static __device__ TileOfBlock of(const Problem<float>& problem, const BackwardRows& rows) {
     const int block = static_cast<int>(blockIdx.x);
     const int head = block / rows.num_tiles;
     const int tile = block - head * rows.num_tiles;
-    return {find_row_tile(problem, rows.tile_rows, tile), head, rows.tile(head, tile)};
+    return {find_row_tile(problem, rows.tile_rows, tile), head};
   }
 
   __device__ Mask mask(const Problem<float>& problem) const {
@@ -50,7 +50,7 @@ __device__ __forceinline__ float reduce_lanes(float x, int lanes) {
 
 // ----------------------------------------------------------------------------------------- prepare
 
-template <typename Element>
+template <typename Element, int kRows>
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const __grid_constant__ BackwardParams<float> params,
                    const __grid_constant__ BackwardRows rows, int lanes) {
@@ -59,13 +59,15 @@ __global__ void __launch_bounds__(kThreads)
   const RowTile& tile = block.tile;
   const Mask mask = block.mask(problem);
 
-  float4* dq = reinterpret_cast<float4*>(rows.dq + block.number * rows.tile_size());
-  for (int i = threadIdx.x; i < rows.tile_size() / 4; i += kThreads) dq[i] = float4{};
+  RowStatistics<kRows>& statistics = *rows.statistics_of<kRows>(blockIdx.x);
+
+  float4* dq = reinterpret_cast<float4*>(rows.dq_of(blockIdx.x));
+  for (int i = threadIdx.x; i < kRows * rows.head_dim / 4; i += kThreads) dq[i] = float4{};
 
   // `lanes` threads share a row.
   const int lane = static_cast<int>(threadIdx.x) % lanes;
   bool needs_care = false;
-  for (int r = static_cast<int>(threadIdx.x) / lanes; r < rows.tile_rows; r += kThreads / lanes) {
+  for (int r = static_cast<int>(threadIdx.x) / lanes; r < kRows; r += kThreads / lanes) {
     const int row = tile.first_row + r;
     Divisor divisor = Divisor::out_of_bounds();
     float delta = 0.f;
@@ -96,20 +98,21 @@ __global__ void __launch_bounds__(kThreads)
     delta = reduce_lanes(delta, lanes);
     needs_care |= !(delta - delta == 0.f);  // NaN or infinite
     if (lane == 0) {
-      rows.divisor[block.number * rows.tile_rows + r] = Log2Divisor(divisor);
-      rows.delta[block.number * rows.tile_rows + r] = delta;
+      statistics.divisor[r] = Log2Divisor(divisor);
+      statistics.delta[r] = delta;
     }
   }
   needs_care = __syncthreads_or(needs_care);
   if (threadIdx.x == 0) {
-    rows.needs_care[block.number] = needs_care;
-    rows.adds[block.number] = 0;
+    statistics.needs_care = needs_care;
+    rows.adds[blockIdx.x] = 0;
     if (blockIdx.x == 0) *rows.next_work = 0;
   }
 }
 
 // dsink = -sum_i exp(sink - L_i) * (D_i - dL_i), one CTA per sequence and head: the order of the
 // sum is fixed.
+template <int kRows>
 __global__ void __launch_bounds__(kThreads)
     sink_gradient_kernel(const __grid_constant__ BackwardParams<float> params,
                          const __grid_constant__ BackwardRows rows) {
@@ -120,13 +123,15 @@ __global__ void __launch_bounds__(kThreads)
   const float sink = problem.sink[head];
   const Lse* lse = params.lse + index * params.lse_strides.batch + head * params.lse_strides.head +
                    sequence.first_row;
-  const int64_t first_tile = rows.tile(head, first_row_tile(problem, rows.tile_rows, index));
-  const float* delta = rows.delta + first_tile * rows.tile_rows;
+  const RowStatistics<kRows>* statistics = rows.statistics_of<kRows>(
+      static_cast<int64_t>(head) * rows.num_tiles + first_row_tile(problem, kRows, index));
 
   float sum = 0.f;
   if (!is_masked(sink)) {
     for (int row = static_cast<int>(threadIdx.x); row < sequence.length; row += kThreads) {
-      if (!lse[row].is_empty()) sum -= Divisor::of(lse[row]).probability(sink) * delta[row];
+      if (lse[row].is_empty()) continue;
+      const float delta = statistics[row / kRows].delta[row % kRows];
+      sum -= Divisor::of(lse[row]).probability(sink) * delta;
     }
   }
   __shared__ float of_warp[kThreads / 32];
@@ -150,14 +155,15 @@ __global__ void __launch_bounds__(kThreads)
   const TileOfBlock block = TileOfBlock::of(problem, rows);
   const RowTile& tile = block.tile;
   const Mask mask = block.mask(problem);
-  const float* dq = rows.dq + block.number * rows.tile_size();
+  const float* dq = rows.dq_of(blockIdx.x);
   Element* out = static_cast<Element*>(params.dq);
 
-  // Eight columns at a time, which are two float4 in dq. Rows run fastest: neighbours there.
+  // Eight columns at a time, which are two float4 in dq. A warp takes 8 rows of several neighbouring
+  // packs: whole lines there, and at least 64 bytes of each row here.
   const int packs = problem.head_dim / kPack;
   for (int i = threadIdx.x; i < rows.tile_rows * packs; i += kThreads) {
-    const int r = i % rows.tile_rows;
-    const int column = i / rows.tile_rows * kPack;
+    const int r = i / (8 * packs) * 8 + i % 8;
+    const int column = i / 8 % packs * kPack;
     const int row = tile.first_row + r;
     if (row >= tile.sequence.rows) continue;
     float gradient[kPack] = {};
@@ -182,6 +188,13 @@ void dispatch_dtype(DType dtype, const Function& function) {
   throw std::logic_error("neginf: the GPU backward takes bfloat16 and float16");
 }
 
+template <typename Function>
+auto dispatch_tile_rows(int tile_rows, const Function& function) {
+  if (tile_rows == 32) return function(std::integral_constant<int, 32>{});
+  if (tile_rows == 64) return function(std::integral_constant<int, 64>{});
+  throw std::logic_error("neginf: no backward prepare for " + std::to_string(tile_rows) + " rows");
+}
+
 unsigned num_blocks(const BackwardParams<float>& params, const BackwardRows& rows) {
   return static_cast<unsigned>(params.problem.num_heads) * static_cast<unsigned>(rows.num_tiles);
 }
@@ -190,48 +203,49 @@ unsigned num_blocks(const BackwardParams<float>& params, const BackwardRows& row
 
 BackwardRows BackwardRows::allocate(const BackwardParams<float>& params, int tile_rows,
                                     int head_dim) {
-  const int64_t tiles = num_row_tiles(params.problem, tile_rows);
-  const int64_t all_tiles = tiles * params.problem.num_heads;
-  if (all_tiles > std::numeric_limits<int>::max()) {
-    throw std::runtime_error("neginf: backward: too many row tiles x heads: " +
-                             std::to_string(all_tiles));
-  }
-  // dq is first, and the sizes of what follows keep everything aligned to 16 bytes.
-  const int64_t dq_size = all_tiles * tile_rows * head_dim;
-  const int64_t rows_size = all_tiles * tile_rows;
-  const int64_t words = dq_size + 2 * rows_size + 2 * all_tiles + 1;
-  auto* memory = static_cast<char*>(params.workspace->allocate(words * 4));
-  const auto take = [&]<typename T>(T*& pointer, int64_t size) {
-    pointer = reinterpret_cast<T*>(memory);
-    memory += size * 4;
-  };
   BackwardRows rows{};
   rows.tile_rows = tile_rows;
   rows.head_dim = head_dim;
-  rows.num_tiles = static_cast<int>(tiles);
-  take(rows.dq, dq_size);
-  take(rows.divisor, rows_size);
-  take(rows.delta, rows_size);
-  take(rows.needs_care, all_tiles);
-  take(rows.adds, all_tiles);
-  take(rows.next_work, 1);
+  const int64_t tiles_per_head = num_row_tiles(params.problem, tile_rows);
+  const int64_t tiles = tiles_per_head * params.problem.num_heads;
+  if (tiles > std::numeric_limits<int>::max()) {
+    throw std::runtime_error("neginf: backward: too many row tiles x heads: " +
+                             std::to_string(tiles));
+  }
+  rows.num_tiles = static_cast<int>(tiles_per_head);
+  // Each of the sizes before the last two is a multiple of 16.
+  const int64_t dq_bytes = tiles * tile_rows * head_dim * sizeof(float);
+  const int64_t statistics_bytes = tiles * dispatch_tile_rows(tile_rows, [](auto kRows) {
+                                     return sizeof(RowStatistics<kRows>);
+                                   });
+  const int64_t adds_bytes = tiles * sizeof(int);
+  auto* memory = static_cast<char*>(params.workspace->allocate(
+      dq_bytes + statistics_bytes + adds_bytes + static_cast<int64_t>(sizeof(int))));
+  rows.dq = reinterpret_cast<float*>(memory);
+  rows.statistics = memory + dq_bytes;
+  rows.adds = reinterpret_cast<int*>(memory + dq_bytes + statistics_bytes);
+  rows.next_work = rows.adds + tiles;
   return rows;
 }
 
 void prepare_backward(const BackwardParams<float>& params, const BackwardRows& rows, DType dtype) {
   int lanes = 1;
   while (lanes * kPack < params.problem.head_dim) lanes *= 2;
-  if (const unsigned blocks = num_blocks(params, rows); blocks > 0) {
-    dispatch_dtype(dtype, [&](auto element) {
-      prepare_kernel<decltype(element)><<<blocks, kThreads, 0, params.stream>>>(params, rows, lanes);
-    });
-    cuda_check(cudaGetLastError(), "backward prepare");
-  }
-  const int sinks = params.problem.batch * params.problem.num_heads;
-  if (params.dsink != nullptr && sinks > 0) {
-    sink_gradient_kernel<<<sinks, kThreads, 0, params.stream>>>(params, rows);
-    cuda_check(cudaGetLastError(), "backward of the sink");
-  }
+  const unsigned blocks = num_blocks(params, rows);
+  const int sinks = params.dsink != nullptr ? params.problem.batch * params.problem.num_heads : 0;
+  dispatch_tile_rows(rows.tile_rows, [&](auto kRows) {
+    if (blocks > 0) {
+      dispatch_dtype(dtype, [&](auto element) {
+        prepare_kernel<decltype(element), kRows>
+            <<<blocks, kThreads, 0, params.stream>>>(params, rows, lanes);
+      });
+      cuda_check(cudaGetLastError(), "backward prepare");
+    }
+    if (sinks > 0) {
+      sink_gradient_kernel<kRows><<<sinks, kThreads, 0, params.stream>>>(params, rows);
+      cuda_check(cudaGetLastError(), "backward of the sink");
+    }
+  });
 }
 
 void finish_backward(const BackwardParams<float>& params, const BackwardRows& rows, DType dtype) {

@@ -14,30 +14,35 @@
 
 namespace neginf {
 
+// Of the rows of one tile. A multiple of 16 bytes, so that it is copied in such pieces.
+template <int kRows>
+struct alignas(16) RowStatistics {
+  Log2Divisor divisor[kRows];
+  float delta[kRows];  // D - dL, 0 for rows that are empty or out of bounds
+  // Not 0: a row of the tile is more than base 2 and multiplication can handle. It may be empty
+  // though it has keys, NaN, or very large; the main kernel must look.
+  int needs_care;
+};
+
 struct BackwardRows {
   int tile_rows;  // kBlockM of the main kernel
   int head_dim;   // of dq; a multiple of 8
   int num_tiles;  // per head
 
-  Log2Divisor* divisor;  // (num_heads, num_tiles, tile_rows)
-  float* delta;          // likewise; D - dL, 0 for rows that are empty or out of bounds
-  float* dq;             // (num_heads, num_tiles, tile_rows, head_dim), see dq_offset
+  void* statistics;  // (num_heads, num_tiles) of RowStatistics<tile_rows>
+  float* dq;         // (num_heads, num_tiles, tile_rows, head_dim), see dq_offset
 
-  // (num_heads, num_tiles). Not 0: a row of the tile is more than base 2 and multiplication can
-  // handle. It may be empty though it has keys, NaN, or very large; the main kernel must look.
-  int* needs_care;
-  // (num_heads, num_tiles), for deterministic sums: how many key tiles have added to dq.
-  int* adds;
-  int* next_work;  // one number, for deterministic sums: the next piece of work
+  // For deterministic sums.
+  int* adds;       // (num_heads, num_tiles): how many key tiles have added to dq
+  int* next_work;  // one number: the next piece of work
 
   static BackwardRows allocate(const BackwardParams<float>& params, int tile_rows, int head_dim);
 
-  NEGINF_HOST_DEVICE int64_t tile(int head, int tile) const {
-    return static_cast<int64_t>(head) * num_tiles + tile;
+  template <int kRows>
+  NEGINF_HOST_DEVICE RowStatistics<kRows>* statistics_of(int64_t tile) const {
+    return static_cast<RowStatistics<kRows>*>(statistics) + tile;
   }
-  NEGINF_HOST_DEVICE int64_t tile_size() const {
-    return static_cast<int64_t>(tile_rows) * head_dim;
-  }
+  NEGINF_HOST_DEVICE float* dq_of(int64_t tile) const { return dq + tile * tile_rows * head_dim; }
 };
 
 // Within a tile dq lies in blocks of 16 rows and 8 columns, and within a block as the 32 lanes of

@@ -10,6 +10,7 @@ namespace {
 struct Device {
   int compute_capability;
   int num_sms;
+  int max_shared_memory;
 };
 
 int attribute(cudaDeviceAttr which, int device) {
@@ -25,7 +26,8 @@ std::vector<Device> query_devices() {
   for (int device = 0; device < count; ++device) {
     devices.push_back({attribute(cudaDevAttrComputeCapabilityMajor, device) * 10 +
                            attribute(cudaDevAttrComputeCapabilityMinor, device),
-                       attribute(cudaDevAttrMultiProcessorCount, device)});
+                       attribute(cudaDevAttrMultiProcessorCount, device),
+                       attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)});
   }
   return devices;
 }
@@ -40,5 +42,11 @@ const Device& device_at(int device) {
 int compute_capability(int device) { return device_at(device).compute_capability; }
 
 int num_sms(int device) { return device_at(device).num_sms; }
+
+std::size_t max_shared_memory() {
+  int device = 0;
+  cuda_check(cudaGetDevice(&device), "cudaGetDevice");
+  return device_at(device).max_shared_memory;
+}
 
 }  // namespace neginf

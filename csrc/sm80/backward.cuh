@@ -31,6 +31,7 @@
 
 #include "../common/backward_rows.h"
 #include "../common/cuda_check.h"
+#include "../common/device.h"
 #include "../common/row_tile.h"
 #include "../common/shared_memory.h"
 #include "../common/softmax.h"
@@ -54,6 +55,7 @@ struct KeyWork {
   Range visible_keys;    // of the sequence; others may hold NaN
   Range rows_with_keys;  // of the sequence; what others hold must not enter a product
   Range row_tiles;       // tiles with a row that sees one of the keys
+  Range unmasked_tiles;  // tiles of which every row sees every key
   int first_tile;        // of the sequence, in BackwardRows
 
   // In the one-dimensional grid key tiles run fastest, so that neighbours share Q and dO in L2. When
@@ -70,6 +72,10 @@ struct KeyWork {
     const RowTile keys = find_row_tile(key_problem, block_n, tile);
     const Sequence queries = query_sequence(problem, keys.index);
     const Mask mask = mask_of(problem, queries, keys.sequence);
+    const int block_m = rows.tile_rows;
+    // Rows past the end of the sequence are padding and do not count.
+    const Range common = mask.rows_common_to_keys(keys.rows(block_n));
+    const int common_end = common.end == queries.length ? common.end + block_m - 1 : common.end;
     return {keys,
             head_k,
             problem.num_heads / problem.num_heads_k,
@@ -77,8 +83,9 @@ struct KeyWork {
             mask,
             mask.visible_keys(),
             mask.rows_of_keys({0, keys.sequence.length}),
-            tiles_covering(mask.rows_of_keys(keys.rows(block_n)), rows.tile_rows),
-            first_row_tile(problem, rows.tile_rows, keys.index)};
+            tiles_covering(mask.rows_of_keys(keys.rows(block_n)), block_m),
+            {(common.begin + block_m - 1) / block_m, common_end / block_m},
+            first_row_tile(problem, block_m, keys.index)};
   }
 };
 
@@ -95,6 +102,7 @@ struct BackwardTraits {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kStagesQ = 2;
   static constexpr int kStagesDout = Sizes::kStagesDout;
+  static constexpr int kQueryGradParts = Sizes::kQueryGradParts;
   static constexpr bool kKeepsP =
       Sizes::kScoreWarpsKeys == kWarps && Sizes::kKeyGradWarpsKeys == kWarps;
 
@@ -144,10 +152,7 @@ struct BackwardTraits {
     alignas(128) Element dout[kStagesDout][cosize_v<SmemLayoutQ>];
     alignas(128) Element p[kKeepsP ? 1 : cosize_v<SmemLayoutP>];
     alignas(128) Element ds[cosize_v<SmemLayoutP>];
-    alignas(16) Log2Divisor divisor[kStagesQ][kBlockM];
-    alignas(16) float delta[kStagesQ][kBlockM];
-    int needs_care[kStagesQ];
-    int work_number;
+    RowStatistics<kBlockM> statistics[kStagesQ];
     KeyWork work;
   };
 };
@@ -156,24 +161,122 @@ struct BackwardTraits {
 
 // One iteration: a tile of rows of one head.
 struct RowStep {
-  int head;
-  int tile;  // in the sequence
+  int tile;    // in the sequence
+  int number;  // in BackwardRows
 
-  static __device__ RowStep at(const KeyWork& work, int t) {
-    const int tiles = work.row_tiles.size();
-    const int head = t / tiles;
-    return {work.head_k * work.group + head, work.row_tiles.begin + t - head * tiles};
-  }
+  __device__ int head(const BackwardRows& rows) const { return number / rows.num_tiles; }
 };
 
-template <typename Traits, typename Element>
-__device__ __forceinline__ auto rows_of_step(Element* base, const Strides& strides,
-                                             const KeyWork& work, const RowStep& step) {
-  base += work.keys.index * strides.batch + step.head * strides.head +
-          (work.queries.first_row + step.tile * Traits::kBlockM) * strides.row;
-  return make_tensor(make_gmem_ptr(base), typename Traits::QueryTile{},
-                     make_stride(strides.row, _1{}));
-}
+// Walks over the steps of a CTA and loads their tiles. It holds where this thread's first 16 bytes
+// of the tiles of Q and dO are: computing that anew in every iteration takes longer than loading.
+template <typename Traits>
+class RowLoader {
+  using Element = typename Traits::Element;
+  static constexpr int kRowsAtATime = Traits::kThreads / Traits::kThreadsPerRow;
+  static constexpr int kColumnsAtATime = 8 * Traits::kThreadsPerRow;
+
+ public:
+  __device__ RowLoader(const BackwardParams<float>& params, const BackwardRows& rows,
+                       const KeyWork& work)
+      : params_(params), rows_(rows), work_(work) {
+    start_head(work.head_k * work.group);
+  }
+
+  __device__ const RowStep& step() const { return step_; }
+
+  __device__ __forceinline__ void advance() {
+    if (step_.tile + 1 == work_.row_tiles.end) {
+      start_head(step_.head(rows_) + 1);
+      return;
+    }
+    ++step_.tile;
+    ++step_.number;
+    q_ += Traits::kBlockM * params_.q_strides.row;
+    dout_ += Traits::kBlockM * params_.dout_strides.row;
+    find_wanted_rows();
+  }
+
+  // Of the step. Read from global memory an iteration before it is needed.
+  __device__ __forceinline__ bool needs_care() const {
+    return rows_.statistics_of<Traits::kBlockM>(step_.number)->needs_care != 0;
+  }
+
+  __device__ __forceinline__ void load_q(Element* shared) const {
+    load(q_, params_.q_strides.row, shared);
+  }
+
+  __device__ __forceinline__ void load_dout(Element* shared) const {
+    load(dout_, params_.dout_strides.row, shared);
+  }
+
+  __device__ __forceinline__ void load_statistics(RowStatistics<Traits::kBlockM>* shared) const {
+    constexpr int kPieces = sizeof(*shared) / sizeof(uint128_t);
+    static_assert(kPieces <= Traits::kThreads);
+    const auto* from = rows_.statistics_of<Traits::kBlockM>(step_.number);
+    if (const int piece = thread_index(); piece < kPieces) {
+      SM80_CP_ASYNC_CACHEGLOBAL<uint128_t>::copy(
+          reinterpret_cast<const uint128_t*>(from)[piece],
+          reinterpret_cast<uint128_t*>(shared)[piece]);
+    }
+  }
+
+ private:
+  static __device__ int first_row() { return thread_index() / Traits::kThreadsPerRow; }
+  static __device__ int first_column() { return thread_index() % Traits::kThreadsPerRow * 8; }
+
+  __device__ void start_head(int head) {
+    step_ = {work_.row_tiles.begin,
+             head * rows_.num_tiles + work_.first_tile + work_.row_tiles.begin};
+    const auto first_of = [&](const void* tensor, const Strides& strides) {
+      const int64_t row = work_.queries.first_row + step_.tile * Traits::kBlockM + first_row();
+      return static_cast<const Element*>(tensor) + work_.keys.index * strides.batch +
+             head * strides.head + row * strides.row + first_column();
+    };
+    q_ = first_of(params_.q, params_.q_strides);
+    dout_ = first_of(params_.dout, params_.dout_strides);
+    find_wanted_rows();
+  }
+
+  // Rows that see no key become 0. Known before the barrier that the loads wait for.
+  __device__ __forceinline__ void find_wanted_rows() {
+    const Range rows = work_.rows_with_keys;
+    const int first = step_.tile * Traits::kBlockM + first_row();
+    wanted_rows_ = 0;
+    CUTE_UNROLL
+    for (int m = 0; m < Traits::kBlockM / kRowsAtATime; ++m) {
+      wanted_rows_ |= rows.contains(first + m * kRowsAtATime) ? 1 << m : 0;
+    }
+  }
+
+  __device__ __forceinline__ void load(const Element* from, int64_t row_stride,
+                                       Element* shared) const {
+    typename Traits::GmemLoad load;
+    Tensor target =
+        load.get_slice(thread_index())
+            .partition_D(make_tensor(make_smem_ptr(shared), typename Traits::SmemLayoutQ{}));
+    CUTE_UNROLL
+    for (int m = 0; m < size<1>(target); ++m) {
+      const bool row_wanted = wanted_rows_ & (1 << m);
+      CUTE_UNROLL
+      for (int k = 0; k < size<2>(target); ++k) {
+        const bool wanted =
+            row_wanted && first_column() + k * kColumnsAtATime < params_.problem.head_dim;
+        Tensor source = make_tensor(
+            make_gmem_ptr(from + m * kRowsAtATime * row_stride + k * kColumnsAtATime),
+            Layout<Shape<_8>>{});
+        copy(load.with(wanted), source, target(_, m, k));
+      }
+    }
+  }
+
+  const BackwardParams<float>& params_;
+  const BackwardRows& rows_;
+  const KeyWork& work_;
+  RowStep step_;
+  const Element* q_;
+  const Element* dout_;
+  unsigned wanted_rows_;  // bit m: the row of this thread's m-th piece
+};
 
 template <typename Traits, typename Element>
 __device__ __forceinline__ auto keys_of_work(Element* base, const Strides& strides,
@@ -182,19 +285,6 @@ __device__ __forceinline__ auto keys_of_work(Element* base, const Strides& strid
           (work.keys.sequence.first_row + work.keys.first_row) * strides.row;
   return make_tensor(make_gmem_ptr(base), typename Traits::KeyTile{},
                      make_stride(strides.row, _1{}));
-}
-
-// A tile of Q or dO; rows that see no key become 0.
-template <typename Traits>
-__device__ __forceinline__ void load_rows(const void* tensor, const Strides& strides,
-                                          typename Traits::Element* shared, const KeyWork& work,
-                                          const RowStep& step, int head_dim) {
-  using Element = typename Traits::Element;
-  const int first_row = step.tile * Traits::kBlockM;
-  load_tile<Traits>(
-      rows_of_step<Traits>(static_cast<const Element*>(tensor), strides, work, step),
-      make_tensor(make_smem_ptr(shared), typename Traits::SmemLayoutQ{}),
-      {work.rows_with_keys.begin - first_row, work.rows_with_keys.end - first_row}, head_dim);
 }
 
 template <typename Traits>
@@ -209,29 +299,6 @@ __device__ __forceinline__ void load_keys(const void* tensor, const Strides& str
                     head_dim);
 }
 
-// Divisors, deltas and the flag of a step.
-template <typename Traits>
-__device__ __forceinline__ void load_row_statistics(const BackwardRows& rows, const KeyWork& work,
-                                                    const RowStep& step, int stage,
-                                                    typename Traits::SharedStorage& shared) {
-  constexpr int kChunks = Traits::kBlockM / 4;
-  static_assert(2 * kChunks < Traits::kThreads);
-  const int64_t tile = rows.tile(step.head, work.first_tile + step.tile);
-  const int thread = thread_index();
-  const auto load16 = [](const void* from, void* to) {
-    SM80_CP_ASYNC_CACHEGLOBAL<uint128_t>::copy(*static_cast<const uint128_t*>(from),
-                                               *static_cast<uint128_t*>(to));
-  };
-  if (thread < kChunks) {
-    load16(rows.divisor + tile * Traits::kBlockM + 4 * thread, &shared.divisor[stage][4 * thread]);
-  } else if (thread < 2 * kChunks) {
-    const int row = 4 * (thread - kChunks);
-    load16(rows.delta + tile * Traits::kBlockM + row, &shared.delta[stage][row]);
-  } else if (thread == 2 * kChunks) {
-    SM80_CP_ASYNC_CACHEALWAYS<int>::copy(rows.needs_care[tile], shared.needs_care[stage]);
-  }
-}
-
 // ------------------------------------------------------------------------------------ needing care
 
 // The Lse of the rows of a step, and which of them must not enter a product: those without weight,
@@ -240,11 +307,11 @@ struct CarefulRows {
   const Lse* lse;  // of the first row
   int rows_left;
 
-  static __device__ CarefulRows of(const BackwardParams<float>& params, const KeyWork& work,
-                                   const RowStep& step, int block_m) {
-    const int first_row = step.tile * block_m;
+  static __device__ CarefulRows of(const BackwardParams<float>& params, const BackwardRows& rows,
+                                   const KeyWork& work, const RowStep& step) {
+    const int first_row = step.tile * rows.tile_rows;
     return {params.lse + work.keys.index * params.lse_strides.batch +
-                step.head * params.lse_strides.head + work.queries.first_row + first_row,
+                step.head(rows) * params.lse_strides.head + work.queries.first_row + first_row,
             work.queries.length - first_row};
   }
 
@@ -349,12 +416,12 @@ __device__ __forceinline__ auto transposed(const Tile& tile) {
 template <class TiledMma, class Accumulator, class A, class B, class LoadA, class LoadB>
 __device__ __forceinline__ void multiply_shared(const TiledMma& mma, Accumulator& accumulator,
                                                 const A& a, const B& b, const LoadA& load_atom_a,
-                                                const LoadB& load_atom_b) {
+                                                const LoadB& load_atom_b, int thread) {
   using Element = typename A::value_type;
   auto load_a = make_tiled_copy_A(load_atom_a, mma);
   auto load_b = make_tiled_copy_B(load_atom_b, mma);
-  auto thread_a = load_a.get_slice(thread_index());
-  auto thread_b = load_b.get_slice(thread_index());
+  auto thread_a = load_a.get_slice(thread);
+  auto thread_b = load_b.get_slice(thread);
   Tensor from_a = thread_a.partition_S(a);
   Tensor from_b = thread_b.partition_S(b);
   Tensor fragment_a = make_tensor<Element>(partition_shape_A(mma, shape(a)));
@@ -385,7 +452,7 @@ __device__ __forceinline__ void multiply_registers(const TiledMma& mma, Accumula
 template <typename Traits, class TiledMma, class Rounded, class Shared>
 __device__ __forceinline__ void store_accumulator(const Rounded& rounded, const Shared& shared) {
   auto store = make_tiled_copy_C(typename Traits::SmemStore{}, TiledMma{});
-  auto thread = store.get_slice(thread_index());
+  auto thread = store.get_slice(thread_index_again());
   copy(store, thread.retile_S(rounded), thread.partition_D(shared));
 }
 
@@ -402,7 +469,7 @@ struct OrderedAdds {
     const int first_row = step.tile * rows.tile_rows;
     const Range tiles =
         tiles_covering(work.mask.keys_of_rows({first_row, first_row + rows.tile_rows}), block_n);
-    return {rows.adds + rows.tile(step.head, work.first_tile + step.tile),
+    return {rows.adds + step.number,
             tiles.end - 1 - work.keys.first_row / block_n};
   }
 
@@ -433,17 +500,22 @@ using QueryGradLayout = Layout<
     Shape<Shape<_8, _2, Int<Traits::kBlockM / 16>>, Shape<_2, _4, Int<Traits::kHeadDim / 8>>>,
     Stride<Stride<_4, _64, Int<Traits::kHeadDim * 16>>, Stride<_32, _1, _128>>>;
 
-template <typename Traits, class Accumulator>
-__device__ __forceinline__ void add_query_gradient(const BackwardRows& rows, const KeyWork& work,
-                                                   const RowStep& step,
-                                                   const Accumulator& tQrQ) {
-  const int64_t tile = rows.tile(step.head, work.first_tile + step.tile);
-  Tensor dq = make_tensor(make_gmem_ptr(rows.dq + tile * (Traits::kBlockM * Traits::kHeadDim)),
-                          QueryGradLayout<Traits>{});
+// Adds one part of the columns.
+template <typename Traits, class Columns, class Part, class Accumulator>
+__device__ __forceinline__ void add_query_gradient(const BackwardRows& rows, const RowStep& step,
+                                                   Part part, const Accumulator& tQrQ) {
+  Tensor dq = make_tensor(
+      make_gmem_ptr(rows.dq + int64_t{step.number} * (Traits::kBlockM * Traits::kHeadDim)),
+      QueryGradLayout<Traits>{});
   typename Traits::QueryGradMma mma;
-  Tensor tQgQ = mma.get_slice(thread_index()).partition_C(dq);
+  Tensor tQgQ = mma.get_slice(thread_index())
+                    .partition_C(local_tile(dq, Shape<Int<Traits::kBlockM>, Columns>{},
+                                            make_coord(_0{}, part)));
   CUTE_UNROLL
-  for (int i = 0; i < size(tQrQ); ++i) atomicAdd(&tQgQ(i), tQrQ(i));
+  for (int i = 0; i < size(tQrQ); ++i) {
+    // As atomicAdd, which some compilers make an atomic with a result that nobody wants.
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(&tQgQ(i)), "f"(tQrQ(i)) : "memory");
+  }
 }
 
 // ---------------------------------------------------------------------------------------- mainloop
@@ -458,8 +530,8 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
   constexpr int kBlockN = Traits::kBlockN;
   constexpr bool kSingleDout = Traits::kStagesDout == 1;
   const int head_dim = params.problem.head_dim;
-  const int steps = work.row_tiles.size() * work.group;
-  if (steps == 0) return;
+  int steps_left = work.row_tiles.size() * work.group;
+  if (steps_left == 0) return;
 
   Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutK{});
   Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutK{});
@@ -477,50 +549,64 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
   const auto row_in_tile = [&](int r) { return get<1>(coordinates(r, 0)); };
   const auto key_of = [&](int c) { return work.keys.first_row + get<0>(coordinates(0, c)); };
 
-  const auto load_q = [&](const RowStep& step, int stage) {
-    load_rows<Traits>(params.q, params.q_strides, shared.q[stage], work, step, head_dim);
-    load_row_statistics<Traits>(rows, work, step, stage, shared);
-  };
-  const auto load_dout = [&](const RowStep& step, int stage) {
-    load_rows<Traits>(params.dout, params.dout_strides, shared.dout[kSingleDout ? 0 : stage], work,
-                      step, head_dim);
-  };
-
-  RowStep step = RowStep::at(work, 0);
+  RowLoader<Traits> loader(params, rows, work);
+  int stage = 0;
   load_keys<Traits>(params.k, params.k_strides, shared.k, work, head_dim);
   load_keys<Traits>(params.v, params.v_strides, shared.v, work, head_dim);
-  load_q(step, 0);
-  load_dout(step, 0);
+  loader.load_q(shared.q[0]);
+  loader.load_dout(shared.dout[0]);
+  loader.load_statistics(&shared.statistics[0]);
   cp_async_fence();
+  bool needs_care = loader.needs_care();
 
-  for (int t = 0; t < steps; ++t) {
-    const int stage = t % Traits::kStagesQ;
-    const RowStep next = RowStep::at(work, t + 1);
-    const bool has_next = t + 1 < steps;
+  for (; steps_left > 0; --steps_left, stage ^= 1) {
+    const RowStep step = loader.step();
+    const bool has_next = steps_left > 1;
     const int first_row = step.tile * kBlockM;
+    Element* const dout = shared.dout[kSingleDout ? 0 : stage];
     Tensor sQ = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemLayoutQ{});
-    Tensor sdO = make_tensor(make_smem_ptr(shared.dout[kSingleDout ? 0 : stage]),
-                             typename Traits::SmemLayoutQ{});
+    Tensor sdO = make_tensor(make_smem_ptr(dout), typename Traits::SmemLayoutQ{});
+
+    if (has_next) loader.advance();
+    const bool masked = !work.unmasked_tiles.contains(step.tile);
+    const bool careful = needs_care;
+    const auto load_next = [&] {
+      if (has_next) {
+        needs_care = loader.needs_care();
+        loader.load_q(shared.q[stage ^ 1]);
+        if constexpr (!kSingleDout) loader.load_dout(shared.dout[stage ^ 1]);
+        loader.load_statistics(&shared.statistics[stage ^ 1]);
+      }
+      cp_async_fence();
+    };
 
     cp_async_wait<0>();
     __syncthreads();
-    if (has_next) load_q(next, stage ^ 1);
-    if (has_next && !kSingleDout) load_dout(next, stage ^ 1);
-    cp_async_fence();
-
-    const bool careful = shared.needs_care[stage] != 0;
-    const auto careful_rows = CarefulRows::of(params, work, step, kBlockM);
+    if constexpr (Traits::kKeepsP) load_next();
+    const auto careful_rows = [&] { return CarefulRows::of(params, rows, work, step); };
     if (careful) {
-      clear_careful_rows<Traits>(careful_rows, shared.q[stage],
-                                 shared.dout[kSingleDout ? 0 : stage]);
+      clear_careful_rows<Traits>(careful_rows(), shared.q[stage], dout);
       __syncthreads();
     }
 
     Tensor tSrS = partition_fragment_C(score_mma, typename Traits::ScoreTile{});
     clear(tSrS);
-    multiply_shared(score_mma, tSrS, sK, sQ, load, load);
+    multiply_shared(score_mma, tSrS, sK, sQ, load, load, thread_index());
+    Tensor tPrP = partition_fragment_C(score_mma, typename Traits::ScoreTile{});  // dP^T
+    const auto multiply_dout = [&] {
+      clear(tPrP);
+      multiply_shared(score_mma, tPrP, sV, sdO, load, load,
+                      Traits::kKeepsP ? thread_index_again() : thread_index());
+    };
+    // One long phase of products is better than two, where there are registers for it. It hides the
+    // loads, too.
+    if constexpr (!Traits::kKeepsP) {
+      load_next();
+      multiply_dout();
+    }
+
     Tensor p = as_rows_and_keys(tSrS);
-    const auto modifiers = ScoreModifiers::of(params.problem, work.keys.index, step.head);
+    const auto modifiers = ScoreModifiers::of(params.problem, work.keys.index, step.head(rows));
     const float scale = Traits::kModifiesScores ? modifiers.scale : params.problem.softmax_scale;
     [[maybe_unused]] Tensor slope = make_fragment_like(tSrS);  // of softcap
     if constexpr (Traits::kModifiesScores) {
@@ -532,27 +618,24 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
       }
       if (modifiers.has_alibi) modifiers.apply_alibi(p, work.mask, row_of, key_of);
     }
-    const Range common = work.mask.keys_common_to_rows({first_row, first_row + kBlockM});
-    const bool masked =
-        common.begin > work.keys.first_row || common.end < work.keys.first_row + kBlockN;
     if (masked) {
       apply_mask(p, work.mask, [&](int r) { return first_row + row_in_tile(r); }, key_of);
     }
     if (careful) {
-      to_careful_probabilities(p, careful_rows, row_in_tile, scale);
+      to_careful_probabilities(p, careful_rows(), row_in_tile, scale);
     } else {
-      to_probabilities(p, shared.divisor[stage], row_in_tile, scale * kLog2e);
+      to_probabilities(p, shared.statistics[stage].divisor, row_in_tile, scale * kLog2e);
     }
-    Tensor rounded_p = convert<Element>(tSrS);
-    if constexpr (!Traits::kKeepsP) {
-      store_accumulator<Traits, typename Traits::ScoreMma>(rounded_p, sP);
+    if constexpr (Traits::kKeepsP) {
+      multiply_registers(key_grad_mma, tVrV, convert<Element>(tSrS), transposed(sdO),
+                         load_transposed);
+    } else {
+      store_accumulator<Traits, typename Traits::ScoreMma>(convert<Element>(tSrS), sP);
     }
 
-    Tensor tPrP = partition_fragment_C(score_mma, typename Traits::ScoreTile{});  // dP^T
-    clear(tPrP);
-    multiply_shared(score_mma, tPrP, sV, sdO, load, load);
+    if constexpr (Traits::kKeepsP) multiply_dout();
     Tensor ds = as_rows_and_keys(tPrP);
-    to_score_gradients(ds, p, shared.delta[stage], row_in_tile);
+    to_score_gradients(ds, p, shared.statistics[stage].delta, row_in_tile);
     if constexpr (Traits::kModifiesScores) {
       if (modifiers.has_softcap) {
         CUTE_UNROLL
@@ -564,31 +647,37 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
     store_accumulator<Traits, typename Traits::ScoreMma>(rounded_ds, sdS);
 
     if constexpr (Traits::kKeepsP) {
-      multiply_registers(key_grad_mma, tVrV, rounded_p, transposed(sdO), load_transposed);
       multiply_registers(key_grad_mma, tKrK, rounded_ds, transposed(sQ), load_transposed);
       __syncthreads();
     } else {
       __syncthreads();
-      multiply_shared(key_grad_mma, tVrV, sP, transposed(sdO), load, load_transposed);
+      multiply_shared(key_grad_mma, tVrV, sP, transposed(sdO), load, load_transposed,
+                      thread_index());
       if constexpr (kSingleDout) __syncthreads();
     }
     if constexpr (kSingleDout) {
-      if (has_next) load_dout(next, 0);
+      if (has_next) loader.load_dout(shared.dout[0]);
       cp_async_fence();
     }
     if constexpr (!Traits::kKeepsP) {
-      multiply_shared(key_grad_mma, tKrK, sdS, transposed(sQ), load, load_transposed);
+      multiply_shared(key_grad_mma, tKrK, sdS, transposed(sQ), load, load_transposed,
+                      thread_index());
     }
 
-    Tensor tQrQ = partition_fragment_C(query_grad_mma, typename Traits::QueryTile{});  // dQ
-    clear(tQrQ);
-    multiply_shared(query_grad_mma, tQrQ, transposed(sdS), transposed(sK), load_transposed,
-                    load_transposed);
     const auto order = OrderedAdds::of(params, rows, work, step, kBlockN);
     order.wait();
-    add_query_gradient<Traits>(rows, work, step, tQrQ);
+    // In parts, so that the adds of one overlap the products of the next.
+    for_each(make_int_sequence<Traits::kQueryGradParts>{}, [&](auto part) {
+      using Columns = Int<Traits::kHeadDim / Traits::kQueryGradParts>;
+      Tensor tQrQ = partition_fragment_C(query_grad_mma, Shape<Int<kBlockM>, Columns>{});  // dQ
+      clear(tQrQ);
+      multiply_shared(query_grad_mma, tQrQ, transposed(sdS),
+                      local_tile(transposed(sK), Shape<Columns, Int<kBlockN>>{},
+                                 make_coord(part, _0{})),
+                      load_transposed, load_transposed, thread_index_again());
+      add_query_gradient<Traits, Columns>(rows, step, part, tQrQ);
+    });
     order.pass_on();
-    step = next;
   }
   __syncthreads();  // the epilogue writes where K and V were
 }
@@ -670,17 +759,30 @@ void launch_backward(const BackwardParams<float>& params, const BackwardRows& ro
   cuda_check(cudaGetLastError(), "sm80 backward");
 }
 
+template <typename Traits>
+void run_tiles(const BackwardParams<float>& params) {
+  constexpr DType kDType =
+      std::is_same_v<typename Traits::Element, half_t> ? DType::float16 : DType::bfloat16;
+  const auto rows = BackwardRows::allocate(params, Traits::kBlockM, Traits::kHeadDim);
+  prepare_backward(params, rows, kDType);
+  launch_backward<Traits>(params, rows);
+  finish_backward(params, rows, kDType);
+}
+
 template <typename Element, int kHeadDim>
 void run_backward(const BackwardParams<float>& params) {
-  using Sizes = BackwardTile<kHeadDim>;
-  constexpr DType kDType = std::is_same_v<Element, half_t> ? DType::float16 : DType::bfloat16;
-  const auto rows = BackwardRows::allocate(params, Sizes::kBlockM, kHeadDim);
-  const bool modifies_scores =
-      params.problem.softcap != 0.f || params.problem.alibi_slopes != nullptr;
-  prepare_backward(params, rows, kDType);
-  modifies_scores ? launch_backward<BackwardTraits<Element, kHeadDim, Sizes, true>>(params, rows)
-                  : launch_backward<BackwardTraits<Element, kHeadDim, Sizes, false>>(params, rows);
-  finish_backward(params, rows, kDType);
+  using Tiles = BackwardTiles<kHeadDim>;
+  using Large = BackwardTraits<Element, kHeadDim, typename Tiles::Large, false>;
+  using Small = BackwardTraits<Element, kHeadDim, typename Tiles::Small, false>;
+  using ModifiesScores = BackwardTraits<Element, kHeadDim, typename Tiles::Small, true>;
+  static_assert(sizeof(typename Small::SharedStorage) <= 99 * 1024);
+  if (params.problem.softcap != 0.f || params.problem.alibi_slopes != nullptr) {
+    run_tiles<ModifiesScores>(params);
+  } else if (sizeof(typename Large::SharedStorage) <= max_shared_memory()) {
+    run_tiles<Large>(params);
+  } else {
+    run_tiles<Small>(params);
+  }
 }
 
 template <typename Element, int kHeadDim>

@@ -56,6 +56,13 @@ __device__ __forceinline__ void multiply(const TiledMma& mma, Accumulator& accum
 // with a bound that is negative, such as the rows left in a tile past the end of its sequence.
 __device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
 
+// The same, but what is computed from it is computed again: loop invariants cost registers.
+__device__ __forceinline__ int thread_index_again() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // What lies outside `rows` or past head_dim is not read and becomes 0.
 template <typename Traits, class Global, class Shared>
 __device__ __forceinline__ void load_tile(const Global& global, const Shared& shared, Range rows,

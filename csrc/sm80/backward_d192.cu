@@ -1,0 +1,10 @@
+#include "backward.cuh"
+
+namespace neginf::sm80 {
+namespace {
+
+const RegisterBackward<bfloat16_t, 192> bfloat16(Arch::sm80, DType::bfloat16, 192);
+const RegisterBackward<half_t, 192> float16(Arch::sm80, DType::float16, 192);
+
+}  // namespace
+}  // namespace neginf::sm80
