@@ -9,24 +9,24 @@ namespace neginf {
 // others, by starting at the first of the former and wrapping around.
 struct KeyTiles {
   Range tiles;
-  Range unmasked;
+  Range unmasked;  // lies within `tiles` also when it is empty
 
   static NEGINF_HOST_DEVICE KeyTiles of(const Mask& mask, Range rows, int block_n, int split,
                                         int num_splits) {
-    const Range tiles =
-        share_of(tiles_covering(mask.keys_of_rows(rows), block_n), split, num_splits);
+    const Range all = tiles_covering(mask.keys_of_rows(rows), block_n);
+    const Range tiles = num_splits == 1 ? all : share_of(all, split, num_splits);
     const Range common = mask.keys_common_to_rows(rows);
     const Range unmasked =
         intersect(tiles, {(common.begin + block_n - 1) / block_n, common.end / block_n});
     return {tiles, unmasked};
   }
 
-  NEGINF_HOST_DEVICE int size() const { return tiles.size(); }
-
-  // The tile of iteration t.
-  NEGINF_HOST_DEVICE int at(int t) const {
-    const int tile = unmasked.begin + t;
-    return tile < tiles.end ? tile : tile - tiles.size();
+  // They are walked through with nothing but the number of the tile: kNone when there is none left.
+  static constexpr int kNone = -1;
+  NEGINF_HOST_DEVICE int first() const { return tiles.empty() ? kNone : unmasked.begin; }
+  NEGINF_HOST_DEVICE int after(int tile) const {
+    const int next = tile + 1 < tiles.end ? tile + 1 : tiles.begin;
+    return next == unmasked.begin ? kNone : next;
   }
 };
 

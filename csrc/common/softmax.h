@@ -88,16 +88,27 @@ struct ScoreModifiers {
   }
 };
 
-// Masking overwrites: a key the row does not see weighs nothing even when its score is NaN.
+// Masking overwrites: a key the row does not see weighs nothing even when its score is NaN. The
+// keys of a row begin at 0 unless the window is bounded on the left, so most masks need one
+// comparison. Compared are distances from the first column: they are constants.
 template <class Scores, class RowOf, class KeyOf>
 __device__ __forceinline__ void apply_mask(Scores& scores, const Mask& mask, const RowOf& row_of,
                                            const KeyOf& key_of) {
   CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); ++r) {
-    const Range keys = mask.keys_of_row(row_of(r));
+    const int end = mask.keys_of_row(row_of(r)).end - key_of(0);
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); ++c) {
-      if (!keys.contains(key_of(c))) scores(r, c) = masked_score<float>();
+      if (key_of(c) - key_of(0) >= end) scores(r, c) = masked_score<float>();
+    }
+  }
+  if (mask.window_left < 0) return;
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(scores); ++r) {
+    const int begin = mask.keys_of_row(row_of(r)).begin - key_of(0);
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) {
+      if (key_of(c) - key_of(0) < begin) scores(r, c) = masked_score<float>();
     }
   }
 }
@@ -113,35 +124,67 @@ class OnlineSoftmax {
     }
   }
 
-  // Scores of one more tile of keys become probabilities relative to the running maximum, and
-  // `output`, accumulated so far, is rescaled to it.
+  // First half of a step: makes the running maximum of every row fit the scores of one more tile of
+  // keys, and rescales `output` and the sums, accumulated so far, to it. A maximum that is less
+  // than 2^kSlack too small stays: probabilities up to that size do no harm, and after the first
+  // tiles hardly any row needs the exchange with its quad and the pass over `output`.
   template <class Scores, class Output>
-  __device__ __forceinline__ void step(Scores& scores, Output& output) {
-    float shift[kRows];
-    float largest = 0.f;
+  __device__ __forceinline__ void raise_maximum(const Scores& scores, Output& output) {
+    float tile_max[kRows];
+    bool outgrown = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      float tile_max = row_max_[r];
+      tile_max[r] = scores(r, 0);
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) tile_max = running_max(tile_max, scores(r, c));
-      tile_max = reduce_quad(tile_max, running_max<float>);
+      for (int c = 1; c < size<1>(scores); ++c)
+        tile_max[r] = running_max(tile_max[r], scores(r, c));
+      // From -inf to anything is a growth of inf; -inf to -inf is NaN, and so is inf to inf: none.
+      outgrown |= (tile_max[r] - row_max_[r]) * scale_log2_ > kSlack;
+    }
+    if (!__any_sync(0xffffffffu, outgrown)) return;
 
-      shift[r] = softmax_shift(tile_max);
-      largest = running_max(largest, fabsf(shift[r]));
-      const float rescale = exact_probability(row_max_[r], shift[r]);
-      row_max_[r] = tile_max;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const float raised = running_max(row_max_[r], reduce_quad(tile_max[r], running_max<float>));
+      const float shift = softmax_shift(raised);
+      const float rescale = exp2_approx((row_max_[r] - shift) * scale_log2_);
+      row_max_[r] = raised;
       row_sum_[r] *= rescale;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(output); ++c) output(r, c) *= rescale;
     }
-    if (__any_sync(0xffffffffu, largest * scale_log2_ > kExactFma)) {
-      exponentiate(scores, [&](float score, int r) { return exact_probability(score, shift[r]); });
-    } else {
+  }
+
+  // Second half: the scores become probabilities relative to the running maximum.
+  template <class Scores>
+  __device__ __forceinline__ void exponentiate(Scores& scores) {
+    float factor = scale_log2_;
+    float offset[kRows];
+    float largest = 0.f;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      offset[r] = -scale_log2_ * softmax_shift(row_max_[r]);
+      largest = running_max(largest, fabsf(offset[r]));
+    }
+    if (__any_sync(0xffffffffu, largest > kExactFma)) {
       CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) shift[r] *= -scale_log2_;
-      exponentiate(scores, [&](float score, int r) {
-        return exp2_approx(fmaf(score, scale_log2_, shift[r]));
-      });
+      for (int r = 0; r < kRows; ++r) {
+        const float shift = softmax_shift(row_max_[r]);
+        CUTE_UNROLL
+        for (int c = 0; c < size<1>(scores); ++c) {
+          scores(r, c) = (scores(r, c) - shift) * scale_log2_;
+        }
+        offset[r] = 0.f;
+      }
+      factor = 1.f;
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        scores(r, c) = exp2_approx(fmaf(scores(r, c), factor, offset[r]));
+        row_sum_[r] += scores(r, c);
+      }
     }
   }
 
@@ -153,26 +196,12 @@ class OnlineSoftmax {
   }
 
  private:
+  static constexpr float kSlack = 8.f;
+
   // As one fma, score * scale_log2 - shift * scale_log2 is off by the rounding of the second
   // product: 2^-14 at this size of it, which no 16-bit probability shows, and as much as exp2 can
   // take for scores near 1e11.
   static constexpr float kExactFma = 1024.f;
-
-  __device__ __forceinline__ float exact_probability(float score, float shift) const {
-    return exp2_approx((score - shift) * scale_log2_);
-  }
-
-  template <class Scores, class Probability>
-  __device__ __forceinline__ void exponentiate(Scores& scores, const Probability& probability) {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        scores(r, c) = probability(scores(r, c), r);
-        row_sum_[r] += scores(r, c);
-      }
-    }
-  }
 
   float scale_;
   float scale_log2_;

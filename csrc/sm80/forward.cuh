@@ -1,23 +1,28 @@
 // Attention forward with mma.sync and cp.async: for sm80, and as PTX for newer GPUs.
 //
-// A CTA owns kBlockM query rows of one head, and of their keys the share of one split. All warps
-// load, all multiply; each has its own rows, so the softmax needs no exchange between warps.
+// A CTA owns kBlockM query rows, of one head or of several (query_packing.h), and of their keys the
+// share of one split. All warps load, all multiply; each has its own rows, so the softmax needs no
+// exchange between warps.
 //
-//   global       Q          K              V                              out, lse
-//                | cp.async | cp.async     | cp.async                        ^
-//   shared       sQ         sK[2]          sV[2]                  sO (= sQ) -'
-//                | ldmatrix | ldmatrix     | ldmatrix.trans           ^
+//   global       Q          K             V                               out, lse
+//                | cp.async | cp.async    | cp.async                         ^
+//   shared       sQ         sK            sV                      sO (= sQ) -'
+//                | ldmatrix | ldmatrix    | ldmatrix.trans            ^
 //   registers    '--> S = Q K^T -> mask -> softmax -> P --> O += P V -'
 //
-// Iteration t, with K and V of tile t in stage t % 2 and one cp.async group for each:
+// There is one buffer for K and one for V. In iteration t each is loaded while the other is read:
 //
-//   issue K(t+1) | wait K(t), barrier | issue V(t+1), S | softmax | wait V(t), barrier | O
-//                              |                                          |
-//                 all warps are past O(t-1):                 all warps are past S(t):
-//                 the stage of V(t-1) is free                the stage of K(t) is free
+//   wait, barrier | load V(t), S | mask, maximum | wait, barrier | load K(t+1), exp, O
+//        |                                             |
+//   K(t) is there, and all warps                  V(t) is there, and all warps
+//   are past O(t-1): sV is free                   are past S(t): sK is free
 //
-// A tile without keys runs the loop zero times and leaves through the same epilogue. Softcap and
-// ALiBi are a second kernel: as a branch at run time they cost the plain one its registers.
+// While one CTA waits, another one of the same multiprocessor multiplies. What this costs is
+// registers: accumulators take up to 192 of 255, which is why addresses are made by hand, why
+// everything that is needed once per tile is made anew each time, and why softcap and ALiBi are a
+// second kernel.
+//
+// A tile without keys runs the loop zero times and leaves through the same epilogue.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -25,10 +30,12 @@
 
 #include "../common/cuda_check.h"
 #include "../common/key_tiles.h"
+#include "../common/query_packing.h"
 #include "../common/row_tile.h"
 #include "../common/shared_memory.h"
 #include "../common/softmax.h"
 #include "../kernels.h"
+#include "forward_tiles.cuh"
 #include "tile_sizes.h"
 #include "tiles.cuh"
 
@@ -38,132 +45,242 @@ using namespace cute;
 
 // -------------------------------------------------------------------------------------------- work
 
+// How the blocks of a launch are numbered: row tile, then head tile, then split.
+struct Grid {
+  QueryPacking packing;
+  int row_tiles;
+  int head_tiles;
+  int group;  // query heads per key head
+
+  static Grid of(const Problem<float>& problem, int block_m) {
+    const auto packing =
+        QueryPacking::of(problem.seqlen_q, problem.num_heads, problem.num_heads_k, block_m);
+    return {packing, static_cast<int>(num_row_tiles(problem, packing.positions)),
+            problem.num_heads_k * packing.head_tiles, problem.num_heads / problem.num_heads_k};
+  }
+};
+
 // What a CTA works on. It lives in shared memory: the accumulators need the registers, and most of
 // this is read once per tile.
 struct Work {
-  RowTile tile;
-  int head;
+  RowTile tile;  // its rows are positions of the sequence
+  QueryPacking packing;
+  int head;   // of row 0
+  int heads;  // in this tile, <= packing.heads
   int split;
   Mask mask;
   KeyTiles key_tiles;
   // Keys that no row of the sequence sees may hold NaN, which P = 0 would not undo in P V.
   Range visible_keys;
-  int64_t k_offset;  // of the sequence and head, in elements
-  int64_t v_offset;
+  const char* keys;  // the first row of K and V of the sequence and head
+  const char* values;
 
-  // In the one-dimensional grid row tiles run fastest, so that neighbours share K and V in L2.
-  static __device__ Work of(const ForwardParams<float>& params, int block_m, int block_n) {
+  // In the one-dimensional grid row tiles run fastest, so that neighbours share K and V in L2, and
+  // backwards: under a causal mask the last tile is the longest.
+  template <int kBlockM, int kBlockN>
+  static __device__ Work of(const ForwardParams<float>& params, const Grid& grid) {
     const Problem<float>& problem = params.problem;
+    const QueryPacking& packing = grid.packing;
     const int block = static_cast<int>(blockIdx.x);
-    const int tiles = static_cast<int>(num_row_tiles(problem, block_m));
-    const int head_and_split = block / tiles;
-    const RowTile tile = find_row_tile(problem, block_m, block - head_and_split * tiles);
+    const int head_and_split = block / grid.row_tiles;
+    const int row_tile = grid.row_tiles - 1 - (block - head_and_split * grid.row_tiles);
+    // A constant tile size makes shifts of divisions.
+    const RowTile tile = packing.heads == 1 ? find_row_tile(problem, kBlockM, row_tile)
+                                            : find_row_tile(problem, packing.positions, row_tile);
     const Sequence keys = key_sequence(problem, tile.index);
-    const int split = head_and_split / problem.num_heads;
-    const int head = head_and_split - split * problem.num_heads;
-    const int head_k = head / (problem.num_heads / problem.num_heads_k);
+    // Divisions that the usual case needs not are worth a branch: a CTA waits for this.
+    const int split = params.num_splits == 1 ? 0 : head_and_split / grid.head_tiles;
+    const int head_tile = head_and_split - split * grid.head_tiles;
+    const int head_k = packing.head_tiles == 1 ? head_tile : head_tile / packing.head_tiles;
+    const int head_in_group = (head_tile - head_k * packing.head_tiles) * packing.heads;
+    const int heads_left = grid.group - head_in_group;
     const Mask mask = mask_of(problem, tile.sequence, keys);
-    const auto offset = [&](const Strides& strides) {
-      return tile.index * strides.batch + keys.first_row * strides.row + head_k * strides.head;
+    const auto first_row = [&](const void* tensor, const Strides& strides) {
+      return static_cast<const char*>(tensor) +
+             2 * (tile.index * strides.batch + keys.first_row * strides.row +
+                  head_k * strides.head);
     };
     return {tile,
-            head,
+            packing,
+            head_k * grid.group + head_in_group,
+            heads_left < packing.heads ? heads_left : packing.heads,
             split,
             mask,
-            KeyTiles::of(mask, tile.rows(block_m), block_n, split, params.num_splits),
+            KeyTiles::of(mask, tile.rows(packing.positions), kBlockN, split, params.num_splits),
             mask.visible_keys(),
-            offset(params.k_strides),
-            offset(params.v_strides)};
+            first_row(params.k, params.k_strides),
+            first_row(params.v, params.v_strides)};
+  }
+
+  // Row p of the tile. Where it does not exist, it belongs to nobody or to another tile.
+  struct Row {
+    bool exists;
+    int position;  // in the sequence
+    int head;
+  };
+  __device__ Row row(int p) const {
+    const int position = packing.position_of(p);
+    const int head_in_tile = p - position * packing.heads;
+    return {position < packing.positions && head_in_tile < heads, tile.first_row + position,
+            head + head_in_tile};
+  }
+
+  // Of a row in a tensor shaped like q.
+  __device__ int64_t offset(const Row& row, const Strides& strides) const {
+    return tile.index * strides.batch + row.head * strides.head +
+           (tile.sequence.first_row + row.position) * strides.row;
   }
 };
 
 // ------------------------------------------------------------------------------------------ traits
 
-template <typename Element_, int kHeadDim_, bool kModifiesScores_>
+template <typename Element_, int kHeadDim_, bool kModifiesScores_,
+          typename Tile = ForwardTile<kHeadDim_, kModifiesScores_>>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kModifiesScores = kModifiesScores_;
-  static constexpr int kBlockM = ForwardTile<kHeadDim, kModifiesScores>::kBlockM;
-  static constexpr int kBlockN = ForwardTile<kHeadDim, kModifiesScores>::kBlockN;
-  static constexpr int kWarps = ForwardTile<kHeadDim, kModifiesScores>::kWarps;
+  static constexpr int kBlockM = Tile::kBlockM;
+  static constexpr int kBlockN = Tile::kBlockN;
+  static constexpr int kWarps = Tile::kWarps;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kStages = 2;  // the waits in the mainloop count on it
-  static_assert(kHeadDim % 64 == 0, "SmemAtom is 64 wide; smaller head_dims are padded to it");
-  using QueryTile = Shape<Int<kBlockM>, Int<kHeadDim>>;
-  using KeyTile = Shape<Int<kBlockN>, Int<kHeadDim>>;
+  static constexpr int kBlocksPerSm = Tile::kBlocksPerSm;
+  static_assert(kHeadDim % 32 == 0, "smaller head_dims are padded");
+  using ScoreTile = Shape<Int<kBlockM>, Int<kBlockN>>;
+  using OutputTile = Shape<Int<kBlockM>, Int<kHeadDim>>;
 
   using MmaAtom = std::conditional_t<std::is_same_v<Element, half_t>, SM80_16x8x16_F32F16F16F32_TN,
                                      SM80_16x8x16_F32BF16BF16F32_TN>;
   using TiledMma = decltype(make_tiled_mma(MmaAtom{}, Layout<Shape<Int<kWarps>, _1, _1>>{},
-                                           Tile<Int<16 * kWarps>, _16, _16>{}));
+                                           cute::Tile<Int<16 * kWarps>, _16, _16>{}));
   static constexpr int kRowsPerThread = 2 * kBlockM / (16 * kWarps);
 
-  // Rows of 128 bytes with their eight 16-byte chunks permuted: no bank conflict for cp.async,
-  // ldmatrix or the epilogue.
-  using SmemAtom =
-      decltype(composition(Swizzle<3, 3, 3>{}, Layout<Shape<_8, _64>, Stride<_64, _1>>{}));
-  using SmemLayoutQ = decltype(tile_to_shape(SmemAtom{}, QueryTile{}));
-  using SmemLayoutKV =
-      decltype(tile_to_shape(SmemAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
-  // V as the B operand of P V: (head_dim, keys).
-  using SmemLayoutVt = decltype(composition(
-      SmemLayoutKV{}, Layout<Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>,
-                             Stride<Int<kBlockN>, _1, Int<kBlockN * kHeadDim>>>{}));
-
-  // 16 bytes per thread, 8 threads per row of the atom.
-  using GmemThreads = Layout<Shape<Int<kThreads / 8>, _8>, Stride<_8, _1>>;
-  using GmemLoad =
-      decltype(make_tiled_copy(Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element>{},
-                               GmemThreads{}, Layout<Shape<_1, _8>>{}));
-  using GmemStore = decltype(make_tiled_copy(Copy_Atom<UniversalCopy<uint128_t>, Element>{},
-                                             GmemThreads{}, Layout<Shape<_1, _8>>{}));
-  using SmemLoad = Copy_Atom<SM75_U32x4_LDSM_N, Element>;
-  using SmemLoadTransposed = Copy_Atom<SM75_U16x8_LDSM_T, Element>;
+  using SharedQ = SharedTile<kBlockM, kHeadDim>;
+  using SharedKV = SharedTile<kBlockN, kHeadDim>;
   using SmemStore = Copy_Atom<UniversalCopy<uint32_t>, Element>;
 
   struct SharedStorage {
-    alignas(128) Element q[cosize_v<SmemLayoutQ>];  // the epilogue puts O here
-    alignas(128) Element k[cosize_v<SmemLayoutKV>];
-    alignas(128) Element v[cosize_v<SmemLayoutKV>];
+    alignas(128) Element q[kBlockM * kHeadDim];  // the epilogue puts O here
+    alignas(128) Element k[kBlockN * kHeadDim];
+    alignas(128) Element v[kBlockN * kHeadDim];
+    float alibi_slopes[kModifiesScores ? kBlockM : 1];  // of each row
     Work work;
   };
   static_assert(sizeof(SharedStorage) <= 99 * 1024, "what sm86, sm89 and sm120 have");
 };
 
-// --------------------------------------------------------------------------------------- tensors
-
-// The rows of one CTA in a tensor shaped like q: (kBlockM, kHeadDim).
-template <typename Traits, typename Element>
-__device__ __forceinline__ auto query_tile(Element* base, const Strides& strides,
-                                           const Work& work) {
-  base += work.tile.index * strides.batch + work.head * strides.head +
-          (work.tile.sequence.first_row + work.tile.first_row) * strides.row;
-  return make_tensor(make_gmem_ptr(base), typename Traits::QueryTile{},
-                     make_stride(strides.row, _1{}));
-}
-
 // ------------------------------------------------------------------------------- global to shared
 
-// Loads tile number t of K or V into its stage, as one cp.async group. Past the last tile the group
-// is empty: the waits in the mainloop count groups.
-template <typename Traits>
-__device__ __forceinline__ void load_keys(const void* tensor, int64_t offset, int64_t row_stride,
-                                          typename Traits::Element* stages, const Work& work, int t,
-                                          int head_dim) {
-  using Element = typename Traits::Element;
-  if (t < work.key_tiles.size()) {
-    const int first_key = work.key_tiles.at(t) * Traits::kBlockN;
-    Tensor global = make_tensor(
-        make_gmem_ptr(static_cast<const Element*>(tensor) + offset + first_key * row_stride),
-        typename Traits::KeyTile{}, make_stride(row_stride, _1{}));
-    Tensor ring = make_tensor(make_smem_ptr(stages), typename Traits::SmemLayoutKV{});
-    load_tile<Traits>(global, ring(_, _, t % Traits::kStages),
-                      {work.visible_keys.begin - first_key, work.visible_keys.end - first_key},
-                      head_dim);
+// How the 16-byte chunks of a tile in shared memory are shared out: a thread has one column of each
+// column block and every kRowsPerPass-th row.
+template <typename Traits, class Shared>
+struct ThreadChunks {
+  static constexpr int kRowsPerPass = Traits::kThreads / Shared::kChunks;
+  static_assert(Shared::kTileRows % kRowsPerPass == 0);
+  int row;  // the first one
+  int chunk;
+
+  __device__ __forceinline__ ThreadChunks() {
+    const int thread = thread_index_again();
+    row = thread / Shared::kChunks;
+    chunk = thread % Shared::kChunks;
   }
-  cp_async_fence();
+
+  __device__ __forceinline__ uint32_t address(const typename Traits::Element* tile) const {
+    return cast_smem_ptr_to_uint(tile) + Shared::offset(row, chunk);
+  }
+  // Elements of column block b at or after head_dim do not exist.
+  __device__ __forceinline__ bool within(int head_dim, int b) const {
+    return chunk * 8 + b * Shared::kWidth < head_dim;
+  }
+};
+
+// Calls body(r, row, offset) for rows mine.row + r of the tile, offset being that of the row in a
+// tensor with these strides.
+template <typename Traits, class Mine, class Body>
+__device__ __forceinline__ void for_each_row(const Work& work, const Mine& mine,
+                                             const Strides& strides, const Body& body) {
+  Work::Row row = work.row(mine.row);
+  int64_t offset = work.offset(row, strides);
+  const bool packed = work.packing.heads != 1;
+  CUTE_UNROLL
+  for (int r = 0; r < Traits::kBlockM; r += mine.kRowsPerPass) {
+    if (packed) {
+      row = work.row(mine.row + r);
+      offset = work.offset(row, strides);
+    }
+    body(r, row, offset);
+    row.position += mine.kRowsPerPass;
+    offset += mine.kRowsPerPass * strides.row;
+  }
 }
+
+template <typename Traits>
+__device__ __forceinline__ void load_queries(const ForwardParams<float>& params, const Work& work,
+                                             const typename Traits::Element* buffer) {
+  using Shared = typename Traits::SharedQ;
+  const ThreadChunks<Traits, Shared> mine;
+  const uint32_t to = mine.address(buffer);
+  for_each_row<Traits>(
+      work, mine, params.q_strides, [&](int r, const Work::Row& row, int64_t offset) {
+        const char* from = static_cast<const char*>(params.q) + 2 * offset + mine.chunk * 16;
+        const bool wanted = row.exists && row.position < work.tile.sequence.length;
+        CUTE_UNROLL
+        for (int b = 0; b < Shared::kBlocks; ++b) {
+          cp_async_16(to + r * Shared::kRowBytes + b * Shared::kBlockBytes,
+                      from + b * Shared::kRowBytes,
+                      wanted && mine.within(params.problem.head_dim, b));
+        }
+      });
+}
+
+// The load of one tile of K or V. It is made before the barrier behind which the buffer is free:
+// the latency of what it reads passes while the warp waits.
+template <typename Traits>
+class KeyLoad {
+ public:
+  // `first_row` is the row of key 0.
+  __device__ __forceinline__ KeyLoad(const char* first_row, int64_t row_stride,
+                                     const typename Traits::Element* buffer, const Work& work,
+                                     int first_key) {
+    to_ = mine_.address(buffer);
+    from_ = first_row + (first_key + mine_.row) * (2 * row_stride) + mine_.chunk * 16;
+    visible_ = {work.visible_keys.begin - first_key, work.visible_keys.end - first_key};
+  }
+
+  // Only tiles at the end of what the sequence sees need predicates.
+  __device__ __forceinline__ void issue(int64_t row_stride, int head_dim) {
+    constexpr int kRowsPerPass = ThreadChunks<Traits, Shared>::kRowsPerPass;
+    const int64_t pass_bytes = kRowsPerPass * 2 * row_stride;
+    if (visible_.begin <= 0 && Traits::kBlockN <= visible_.end && head_dim == Traits::kHeadDim) {
+      CUTE_UNROLL
+      for (int r = 0; r < Traits::kBlockN; r += kRowsPerPass, from_ += pass_bytes) {
+        CUTE_UNROLL
+        for (int b = 0; b < Shared::kBlocks; ++b) {
+          cp_async_16(to_ + r * Shared::kRowBytes + b * Shared::kBlockBytes,
+                      from_ + b * Shared::kRowBytes, true);
+        }
+      }
+    } else {
+      CUTE_NO_UNROLL
+      for (int r = 0; r < Traits::kBlockN; r += kRowsPerPass, from_ += pass_bytes) {
+        const bool is_visible = visible_.contains(mine_.row + r);
+        CUTE_UNROLL
+        for (int b = 0; b < Shared::kBlocks; ++b) {
+          cp_async_16(to_ + r * Shared::kRowBytes + b * Shared::kBlockBytes,
+                      from_ + b * Shared::kRowBytes, is_visible && mine_.within(head_dim, b));
+        }
+      }
+    }
+  }
+
+ private:
+  using Shared = typename Traits::SharedKV;
+  ThreadChunks<Traits, Shared> mine_;
+  const char* from_;
+  uint32_t to_;
+  Range visible_;  // which rows of the tile the sequence sees
+};
 
 // ---------------------------------------------------------------------------------------- mainloop
 
@@ -173,82 +290,122 @@ __device__ __forceinline__ void mainloop(const ForwardParams<float>& params, con
                                          typename Traits::SharedStorage& shared, Output& tOrO,
                                          Softmax& softmax) {
   using Element = typename Traits::Element;
+  using SharedQ = typename Traits::SharedQ;
+  using SharedKV = typename Traits::SharedKV;
   constexpr int kBlockN = Traits::kBlockN;
-  using ScoreTile = Shape<Int<Traits::kBlockM>, Int<kBlockN>>;
-
-  Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});
-  Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutKV{});
-  Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutVt{});
+  constexpr int kHeadDim = Traits::kHeadDim;
+  constexpr int kM = Traits::kBlockM / (16 * Traits::kWarps);
+  using ScoreTile = typename Traits::ScoreTile;
 
   typename Traits::TiledMma mma;
-  auto mma_thread = mma.get_slice(thread_index());
-  Tensor tSrQ = mma_thread.partition_fragment_A(sQ);           // (8, M, K)
-  Tensor tSrK = mma_thread.partition_fragment_B(sK(_, _, 0));  // (4, N, K)
-  Tensor tOrV = make_tensor<Element>(
-      partition_shape_B(mma, select<0, 1>(shape(sVt))));  // (4, head_dim, keys)
-  auto load_q = make_tiled_copy_A(typename Traits::SmemLoad{}, mma);
-  auto load_k = make_tiled_copy_B(typename Traits::SmemLoad{}, mma);
-  auto load_v = make_tiled_copy_B(typename Traits::SmemLoadTransposed{}, mma);
-  Tensor tSsQ = load_q.get_slice(thread_index()).partition_S(sQ);
-  Tensor tSsK = load_k.get_slice(thread_index()).partition_S(sK);
-  Tensor tOsV = load_v.get_slice(thread_index()).partition_S(sVt);
-  Tensor tSrQ_copy = load_q.get_slice(thread_index()).retile_D(tSrQ);
-  Tensor tSrK_copy = load_k.get_slice(thread_index()).retile_D(tSrK);
-  Tensor tOrV_copy = load_v.get_slice(thread_index()).retile_D(tOrV);
-
-  Tensor tScS = mma_thread.partition_C(make_identity_tensor(ScoreTile{}));
-  Tensor coordinates = make_tensor(tScS.data(), rows_and_columns(tScS.layout()));
   Tensor output = make_tensor(tOrO.data(), rows_and_columns(tOrO.layout()));
 
-  const auto load_k_tile = [&](int t) {
-    load_keys<Traits>(params.k, work.k_offset, params.k_strides.row, shared.k, work, t,
-                      params.problem.head_dim);
+  // What ldmatrix wants of each lane. Q and V: row l % 16, chunk l / 16. K, whose row is the column
+  // of S: the other way round.
+  const int lane = thread_index() % 32;
+  const int warp = thread_index() / 32;
+  uint32_t q_address =
+      cast_smem_ptr_to_uint(shared.q) + SharedQ::offset(warp * 16 + lane % 16, lane / 16);
+  uint32_t k_address =
+      cast_smem_ptr_to_uint(shared.k) + SharedKV::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  uint32_t v_address = cast_smem_ptr_to_uint(shared.v) + SharedKV::offset(lane % 16, lane / 16);
+
+  const auto k_load = [&](int tile) __attribute__((always_inline)) {
+    return KeyLoad<Traits>(work.keys, params.k_strides.row, shared.k, work, tile * kBlockN);
   };
-  const auto load_v_tile = [&](int t) {
-    load_keys<Traits>(params.v, work.v_offset, params.v_strides.row, shared.v, work, t,
-                      params.problem.head_dim);
+  const auto v_load = [&](int tile) __attribute__((always_inline)) {
+    return KeyLoad<Traits>(work.values, params.v_strides.row, shared.v, work, tile * kBlockN);
+  };
+  // All warps are at the same place, and what this thread has loaded has arrived. `make` makes the
+  // load that follows: before the barrier, so that its latencies pass while the warp waits, where
+  // registers are to spare.
+  const auto barrier_then = [&](const auto& make) __attribute__((always_inline)) {
+    if constexpr (Traits::kRowsPerThread == 2) {
+      auto load = make();
+      cp_async_wait<0>();
+      __syncthreads();
+      return load;
+    } else {
+      cp_async_wait<0>();
+      __syncthreads();
+      return make();
+    }
   };
   const KeyTiles& tiles = work.key_tiles;
+  int tile = tiles.first();
 
   // Inlined by force: in a call the accumulators would live in memory.
-  const auto step = [&](int t, auto masked) __attribute__((always_inline)) {
-    const int stage = t % Traits::kStages;
-    const int first_key = tiles.at(t) * kBlockN;
-    const auto row_of = [&](int r) { return work.tile.first_row + get<0>(coordinates(r, 0)); };
-    const auto key_of = [&](int c) { return first_key + get<1>(coordinates(0, c)); };
-
-    load_k_tile(t + 1);
-    cp_async_wait<2>();  // K(t); younger: V(t), K(t+1)
-    __syncthreads();
-    load_v_tile(t + 1);
+  const auto step = [&](auto masked) __attribute__((always_inline)) {
+    // K(t) is there, and all warps are past O(t-1).
+    barrier_then([&] { return v_load(tile); }).issue(params.v_strides.row, params.problem.head_dim);
     Tensor tSrS = partition_fragment_C(mma, ScoreTile{});
     clear(tSrS);
-    multiply(mma, tSrS, tSrQ, tSrK, [&](int k) {
-      copy(load_q, tSsQ(_, _, k), tSrQ_copy(_, _, k));
-      copy(load_k, tSsK(_, _, k, stage), tSrK_copy(_, _, k));
-    });
+    forget(q_address);
+    forget(k_address);
+    multiply_stepwise<kHeadDim / 16, kBlockN / 16, kM>(
+        mma, tSrS,
+        [&](int m, int k, uint32_t (&a)[4]) {
+          ldmatrix(a, SharedQ::move(q_address, m * 16 * Traits::kWarps, 2 * k));
+        },
+        [&](int n, int k, uint32_t (&b)[4]) {
+          ldmatrix(b, SharedKV::move(k_address, n * 16, 2 * k));
+        });
 
     Tensor scores = make_tensor(tSrS.data(), rows_and_columns(tSrS.layout()));
-    if constexpr (Traits::kModifiesScores) modifiers.apply(scores, work.mask, row_of, key_of);
-    if constexpr (masked) apply_mask(scores, work.mask, row_of, key_of);
-    softmax.step(scores, output);
+    if constexpr (masked || Traits::kModifiesScores) {
+      Tensor tScS =
+          mma.get_slice(thread_index_again()).partition_C(make_identity_tensor(ScoreTile{}));
+      Tensor coordinates = make_tensor(tScS.data(), rows_and_columns(tScS.layout()));
+      const auto row_of = [&](int r) {
+        return work.tile.first_row + work.packing.position_of(get<0>(coordinates(r, 0)));
+      };
+      const auto key_of = [&](int c) { return tile * kBlockN + get<1>(coordinates(0, c)); };
+      if constexpr (Traits::kModifiesScores) {
+        if (modifiers.has_softcap) modifiers.apply_softcap(scores);
+        if (modifiers.has_alibi) {
+          CUTE_UNROLL
+          for (int r = 0; r < size<0>(scores); ++r) {
+            const float slope = shared.alibi_slopes[get<0>(coordinates(r, 0))];
+            CUTE_UNROLL
+            for (int c = 0; c < size<1>(scores); ++c) {
+              scores(r, c) = scores(r, c) * modifiers.alibi_factor +
+                             alibi_bias(slope, row_of(r), key_of(c), work.mask.offset());
+            }
+          }
+        }
+      }
+      if constexpr (masked) apply_mask(scores, work.mask, row_of, key_of);
+    }
+    softmax.raise_maximum(scores, output);
 
+    tile = tiles.after(tile);
+    // V(t) is there, and all warps are past S(t).
+    auto load_k = barrier_then([&] { return k_load(tile); });
+    if (tile != KeyTiles::kNone) {
+      load_k.issue(params.k_strides.row, params.problem.head_dim);
+    }
+    softmax.exponentiate(scores);
     Tensor tSrP = convert<Element>(tSrS);
     Tensor tOrP = make_tensor(tSrP.data(), accumulator_as_operand(tSrP.layout()));
-    cp_async_wait<2>();  // V(t); younger: K(t+1), V(t+1)
-    __syncthreads();
-    multiply(mma, tOrO, tOrP, tOrV,
-             [&](int k) { copy(load_v, tOsV(_, _, k, stage), tOrV_copy(_, _, k)); });
+    Tensor operand = recast<uint32_t>(tOrP);  // (4, M, K)
+    forget(v_address);
+    multiply_stepwise<kBlockN / 16, kHeadDim / 16, kM>(
+        mma, tOrO,
+        [&](int m, int k, uint32_t (&a)[4]) {
+          CUTE_UNROLL
+          for (int i = 0; i < 4; ++i) a[i] = operand(i, m, k);
+        },
+        [&](int n, int k, uint32_t (&b)[4]) {
+          ldmatrix_transposed(b, SharedKV::move(v_address, k * 16, 2 * n));
+        });
   };
 
-  load_tile<Traits>(
-      query_tile<Traits>(static_cast<const Element*>(params.q), params.q_strides, work), sQ,
-      {0, work.tile.sequence.length - work.tile.first_row}, params.problem.head_dim);
-  load_k_tile(0);  // in one group with Q
-  load_v_tile(0);
-  int t = 0;
-  for (; t < tiles.unmasked.size(); ++t) step(t, false_type{});
-  for (; t < tiles.size(); ++t) step(t, true_type{});
+  load_queries<Traits>(params, work, shared.q);
+  if (tile != KeyTiles::kNone) {
+    k_load(tile).issue(params.k_strides.row, params.problem.head_dim);
+  }
+  while (tiles.unmasked.contains(tile)) step(false_type{});
+  while (tile != KeyTiles::kNone) step(true_type{});
 
   // The epilogue writes where Q was.
   cp_async_wait<0>();
@@ -268,38 +425,40 @@ __device__ __forceinline__ void finish_rows(const ForwardParams<float>& params, 
   Lse* lse = params.num_splits > 1
                  ? params.lse_partial + work.split * params.lse_partial_split_stride
                  : params.lse;
-  lse += work.tile.index * params.lse_strides.batch + work.head * params.lse_strides.head +
-         sequence.first_row;
+  lse += work.tile.index * params.lse_strides.batch + sequence.first_row;
 
   CUTE_UNROLL
   for (int r = 0; r < size<0>(output); ++r) {
-    const int row = work.tile.first_row + get<0>(coordinates(r, 0));
-    const bool in_use = row < sequence.length;
+    const Work::Row row = work.row(get<0>(coordinates(r, 0)));
+    const bool in_use = row.exists && row.position < sequence.length;
     Finalized<float> finalized = softmax.finish(r, in_use);
-    if (sink != nullptr && in_use) finalized = merge_sink(finalized, sink[work.head]);
+    if (sink != nullptr && in_use) finalized = merge_sink(finalized, sink[row.head]);
 
     const bool first_of_quad = get<1>(coordinates(r, 0)) == 0;
-    if (first_of_quad && row < sequence.rows) lse[row] = finalized.lse;
+    if (first_of_quad && row.exists && row.position < sequence.rows) {
+      lse[row.head * params.lse_strides.head + row.position] = finalized.lse;
+    }
     CUTE_UNROLL
     for (int c = 0; c < size<1>(output); ++c) output(r, c) = finalized.output(output(r, c));
   }
 }
 
 // The state of one split, float, straight from the accumulators.
-template <typename Traits, class Output, class Coordinates>
+template <class Output, class Coordinates>
 __device__ __forceinline__ void store_partial(const ForwardParams<float>& params, const Work& work,
                                               const Output& output,
                                               const Coordinates& coordinates) {
-  const int rows_left = work.tile.sequence.rows - work.tile.first_row;
-  Tensor gO = query_tile<Traits>(params.out_partial + work.split * params.out_partial_split_stride,
-                                 params.out_partial_strides, work);
+  float* out = params.out_partial + work.split * params.out_partial_split_stride;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(output); ++r) {
+    const Work::Row row = work.row(get<0>(coordinates(r, 0)));
+    if (!row.exists || row.position >= work.tile.sequence.rows) continue;
+    float* to = out + work.offset(row, params.out_partial_strides);
     CUTE_UNROLL
     for (int c = 0; c < size<1>(output); c += 2) {
-      const auto at = coordinates(r, c);
-      if (get<0>(at) < rows_left && get<1>(at) < params.problem.head_dim) {
-        *reinterpret_cast<float2*>(&gO(at)) = make_float2(output(r, c), output(r, c + 1));
+      const int column = get<1>(coordinates(r, c));
+      if (column < params.problem.head_dim) {
+        *reinterpret_cast<float2*>(to + column) = make_float2(output(r, c), output(r, c + 1));
       }
     }
   }
@@ -311,58 +470,70 @@ __device__ __forceinline__ void store_output(const ForwardParams<float>& params,
                                              const Accumulator& tOrO,
                                              typename Traits::SharedStorage& shared) {
   using Element = typename Traits::Element;
-  const int rows_left = work.tile.sequence.rows - work.tile.first_row;
+  using Shared = typename Traits::SharedQ;
 
-  Tensor sO = make_tensor(make_smem_ptr(shared.q), typename Traits::SmemLayoutQ{});
+  Tensor sO = make_tensor(make_smem_ptr(shared.q), typename Shared::Layout{});
   auto smem_store = make_tiled_copy_C(typename Traits::SmemStore{}, typename Traits::TiledMma{});
-  auto smem_thread = smem_store.get_slice(thread_index());
+  auto smem_thread = smem_store.get_slice(thread_index_again());
   Tensor rounded = convert<Element>(tOrO);
   copy(smem_store, smem_thread.retile_S(rounded), smem_thread.partition_D(sO));
   __syncthreads();
 
-  Tensor gO = query_tile<Traits>(static_cast<Element*>(params.out), params.out_strides, work);
-  typename Traits::GmemStore gmem_store;
-  auto gmem_thread = gmem_store.get_slice(thread_index());
-  Tensor tOsO = gmem_thread.partition_S(sO);  // (8, M, K)
-  Tensor tOgO = gmem_thread.partition_D(gO);
-  Tensor tOcO = gmem_thread.partition_D(make_identity_tensor(typename Traits::QueryTile{}));
-  CUTE_UNROLL
-  for (int m = 0; m < size<1>(tOgO); ++m) {
-    CUTE_UNROLL
-    for (int k = 0; k < size<2>(tOgO); ++k) {
-      const auto at = tOcO(0, m, k);
-      if (get<0>(at) < rows_left && get<1>(at) < params.problem.head_dim) {
-        copy(gmem_store, tOsO(_, m, k), tOgO(_, m, k));
-      }
-    }
-  }
+  const ThreadChunks<Traits, Shared> mine;
+  const char* from = reinterpret_cast<const char*>(shared.q) + Shared::offset(mine.row, mine.chunk);
+  for_each_row<Traits>(
+      work, mine, params.out_strides, [&](int r, const Work::Row& row, int64_t offset) {
+        if (!row.exists || row.position >= work.tile.sequence.rows) return;
+        char* to = static_cast<char*>(params.out) + 2 * offset + mine.chunk * 16;
+        CUTE_UNROLL
+        for (int b = 0; b < Shared::kBlocks; ++b) {
+          if (mine.within(params.problem.head_dim, b)) {
+            *reinterpret_cast<uint4*>(to + b * Shared::kRowBytes) = *reinterpret_cast<const uint4*>(
+                from + r * Shared::kRowBytes + b * Shared::kBlockBytes);
+          }
+        }
+      });
 }
 
 // ------------------------------------------------------------------------------------------ kernel
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads)
-    forward_kernel(const __grid_constant__ ForwardParams<float> params) {
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
+    forward_kernel(const __grid_constant__ ForwardParams<float> params,
+                   const __grid_constant__ Grid grid) {
   extern __shared__ __align__(128) char shared_memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(shared_memory);
-  using OutputTile = typename Traits::QueryTile;
+  using OutputTile = typename Traits::OutputTile;
 
-  if (threadIdx.x == 0) shared.work = Work::of(params, Traits::kBlockM, Traits::kBlockN);
+  if (threadIdx.x == 0) shared.work = Work::of<Traits::kBlockM, Traits::kBlockN>(params, grid);
   __syncthreads();
   const Work& work = shared.work;
   const auto modifiers = ScoreModifiers::of(params.problem, work.tile.index, work.head);
+  if constexpr (Traits::kModifiesScores) {
+    // Visible to all after the first barrier of the mainloop.
+    for (int p = thread_index(); modifiers.has_alibi && p < Traits::kBlockM;
+         p += Traits::kThreads) {
+      const Work::Row row = work.row(p);
+      shared.alibi_slopes[p] =
+          row.exists
+              ? params.problem
+                    .alibi_slopes[work.tile.index * params.problem.alibi_batch_stride + row.head]
+              : 0.f;
+    }
+  }
   typename Traits::TiledMma mma;
   Tensor tOrO = partition_fragment_C(mma, OutputTile{});  // ((2, 2), M, head_dim / 8)
   clear(tOrO);
-  OnlineSoftmax<Traits::kRowsPerThread> softmax(modifiers.scale);
+  OnlineSoftmax<Traits::kRowsPerThread> softmax(
+      Traits::kModifiesScores ? modifiers.scale : params.problem.softmax_scale);
   mainloop<Traits>(params, work, modifiers, shared, tOrO, softmax);
 
   Tensor output = make_tensor(tOrO.data(), rows_and_columns(tOrO.layout()));
-  Tensor tOcO = mma.get_slice(thread_index()).partition_C(make_identity_tensor(OutputTile{}));
+  Tensor tOcO = mma.get_slice(thread_index_again()).partition_C(make_identity_tensor(OutputTile{}));
   Tensor coordinates = make_tensor(tOcO.data(), rows_and_columns(tOcO.layout()));
   finish_rows(params, work, softmax, output, coordinates);
   if (params.num_splits > 1) {
-    store_partial<Traits>(params, work, output, coordinates);
+    store_partial(params, work, output, coordinates);
   } else {
     store_output<Traits>(params, work, tOrO, shared);
   }
@@ -373,8 +544,9 @@ __global__ void __launch_bounds__(Traits::kThreads)
 template <typename Traits>
 void launch_forward(const ForwardParams<float>& params) {
   const Problem<float>& problem = params.problem;
-  const int64_t blocks = num_row_tiles(problem, Traits::kBlockM) * problem.num_heads *
-                         static_cast<int64_t>(params.num_splits);
+  const Grid grid = Grid::of(problem, Traits::kBlockM);
+  const int64_t blocks =
+      num_row_tiles(problem, grid.packing.positions) * grid.head_tiles * params.num_splits;
   if (blocks == 0) return;
   if (blocks > std::numeric_limits<int>::max()) {
     throw std::runtime_error("neginf: sm80 forward: too many row tiles x heads x splits: " +
@@ -383,7 +555,8 @@ void launch_forward(const ForwardParams<float>& params) {
   constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   allow_shared_memory<forward_kernel<Traits>>(kSharedBytes);
   forward_kernel<Traits>
-      <<<static_cast<unsigned>(blocks), Traits::kThreads, kSharedBytes, params.stream>>>(params);
+      <<<static_cast<unsigned>(blocks), Traits::kThreads, kSharedBytes, params.stream>>>(params,
+                                                                                         grid);
   cuda_check(cudaGetLastError(), "sm80 forward");
 }
 

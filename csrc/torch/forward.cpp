@@ -11,7 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "common/query_packing.h"
 #include "common/split_heuristic.h"
+#include "sm80/tile_sizes.h"
 #include "torch/backend.h"
 #include "torch/inputs.h"
 #include "torch/node.h"
@@ -23,16 +25,18 @@ namespace {
 
 using at::Tensor;
 
-// Stand-ins for the kernels' tile sizes: automatic splitting is decided before a kernel is chosen.
-constexpr int64_t kNominalBlockM = 64;
-constexpr int64_t kNominalBlockN = 128;
-
-int resolve_num_splits(int64_t num_splits, const Shape& shape, int num_sms) {
-  if (num_splits != 0) return static_cast<int>(num_splits);
-  const int64_t row_tiles = (shape.seqlen_q + kNominalBlockM - 1) / kNominalBlockM;
-  const int64_t key_tiles = (shape.seqlen_k + kNominalBlockN - 1) / kNominalBlockN;
-  return automatic_num_splits(shape.batch * shape.num_heads * row_tiles,
-                              static_cast<int>(key_tiles), num_sms, kMaxSplits);
+// `head_dim` is the kernel's. Must cut the problem into tiles as launch_forward does.
+int resolve_num_splits(const Options& options, const Shape& shape, int head_dim, int num_sms) {
+  if (options.num_splits != 0) return static_cast<int>(options.num_splits);
+  if (num_sms == 0) return 1;
+  const bool modifies_scores = options.softcap != 0 || options.alibi_slopes.has_value();
+  const sm80::BlockSizes block = sm80::forward_block(head_dim, modifies_scores);
+  const auto packing = QueryPacking::of(shape.seqlen_q, static_cast<int>(shape.num_heads),
+                                        static_cast<int>(shape.num_heads_k), block.queries);
+  const int64_t row_tiles = (shape.seqlen_q + packing.positions - 1) / packing.positions;
+  const int64_t key_tiles = (shape.seqlen_k + block.keys - 1) / block.keys;
+  return automatic_num_splits(shape.batch * shape.num_heads_k * packing.head_tiles * row_tiles,
+                              static_cast<int>(key_tiles), num_sms * block.per_sm, kMaxSplits);
 }
 
 // Merges the partial states of all splits into out and lse.
@@ -82,7 +86,7 @@ std::tuple<Tensor, Tensor> run_forward(const Tensor& q, const Tensor& k, const T
     params.out = out.mutable_data_ptr();
     params.out_strides = strides_of(out);
     params.lse = lse_data<Real>(lse);
-    params.num_splits = resolve_num_splits(options.num_splits, shape, params.num_sms);
+    params.num_splits = resolve_num_splits(options, shape, kernel.head_dim, params.num_sms);
     if (params.num_splits == 1) {
       launch(kernel, params);
     } else {

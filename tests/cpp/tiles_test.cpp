@@ -1,11 +1,12 @@
-// common/row_tile.h and common/key_tiles.h: what CTAs work on covers every row, and every key that
-// a row sees, exactly once.
+// common/row_tile.h, common/query_packing.h and common/key_tiles.h: what CTAs work on covers every
+// row of every head, and every key that a row sees, exactly once.
 #include <climits>
 #include <random>
 #include <vector>
 
 #include "check.h"
 #include "common/key_tiles.h"
+#include "common/query_packing.h"
 #include "common/row_tile.h"
 
 namespace {
@@ -95,13 +96,16 @@ void test_key_tiles() {
     std::vector<int> visits(seqlen_k / block_n + 1, 0);
     for (int split = 0; split < num_splits; ++split) {
       const KeyTiles tiles = KeyTiles::of(mask, rows, block_n, split, num_splits);
-      for (int t = 0; t < tiles.size(); ++t) {
-        const int tile = tiles.at(t);
+      int visited = 0;
+      for (int tile = tiles.first(); tile != KeyTiles::kNone; tile = tiles.after(tile)) {
         CHECK(tiles.tiles.contains(tile));
+        // The kernels take every tile after the first masked one for masked.
+        CHECK(tiles.unmasked.contains(tile) == (visited < tiles.unmasked.size()));
+        if (++visited > tiles.tiles.size()) break;
         ++visits[tile];
         for (int key = tile * block_n; key < (tile + 1) * block_n; ++key) {
           for (int row = rows.begin; row < rows.end && row < seqlen_q; ++row) {
-            CHECK(t >= tiles.unmasked.size() || mask.sees(row, key));
+            CHECK(!tiles.unmasked.contains(tile) || mask.sees(row, key));
           }
         }
       }
@@ -115,6 +119,34 @@ void test_key_tiles() {
   }
 }
 
+// Every (position, query head) pair of a sequence is in exactly one row of one tile.
+void test_query_packing() {
+  for (const int block_m : {64, 128, 192}) {
+    for (const int group : {1, 2, 3, 5, 8, 20, 63, 64, 65, 127, 128, 129, 130, 192, 193, 500}) {
+      for (int positions = 0; positions <= block_m; ++positions) {
+        const auto packing = QueryPacking::of(positions, 2 * group, 2, block_m);
+        CHECK(packing.heads * packing.positions <= block_m);
+        CHECK(packing.heads == 1 || positions <= block_m / 2);
+        std::vector<int> rows(positions * group, 0);
+        for (int first = 0; first < positions; first += packing.positions) {
+          for (int head_tile = 0; head_tile < packing.head_tiles; ++head_tile) {
+            for (int p = 0; p < packing.heads * packing.positions; ++p) {
+              CHECK(packing.position_of(p) == p / packing.heads);
+              const int position = first + packing.position_of(p);
+              const int head = head_tile * packing.heads + p % packing.heads;
+              if (position < positions && head < group) ++rows[position * group + head];
+            }
+          }
+        }
+        for (const int times : rows) CHECK(times == 1);
+        for (int p = packing.heads * packing.positions; p < block_m; ++p) {
+          CHECK(packing.position_of(p) >= packing.positions);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -122,5 +154,6 @@ int main() {
   test_packed_rows();
   test_garbage_stays_in_the_buffer();
   test_key_tiles();
+  test_query_packing();
   return report();
 }

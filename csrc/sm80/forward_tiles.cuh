@@ -1,0 +1,111 @@
+// Tiles in shared memory for kernels that are short of registers, with addresses made by hand.
+//
+// Where every register counts, CuTe's partitions cost too many: each swizzled offset of a thread
+// and each row pointer is a value of its own that lives as long as the loop. Here a thread keeps
+// one address per tile; all others are it, xor or plus a constant.
+#pragma once
+
+#include <cutlass/numeric_conversion.h>
+
+#include <cstdint>
+#include <cute/tensor.hpp>
+
+namespace neginf::sm80 {
+
+using namespace cute;
+
+// Read anew by each call: what is computed from it does not stay in registers between two uses.
+__device__ __forceinline__ int thread_index_again() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
+// A tile of kRows x kHeadDim elements of 2 bytes in shared memory, 128-byte aligned: column blocks
+// kWidth wide, one after the other, each with kRows rows. The 16-byte chunks of a row are permuted
+// (chunk ^= a function of the row), so that eight rows of one chunk, or a row, meet no bank twice.
+template <int kRows, int kHeadDim>
+struct SharedTile {
+  static constexpr int kTileRows = kRows;
+  static constexpr int kWidth = kHeadDim % 64 == 0 ? 64 : 32;
+  static constexpr int kChunks = kWidth / 8;  // of 16 bytes, per row of a column block
+  static constexpr int kRowBytes = kWidth * 2;
+  static constexpr int kBlocks = kHeadDim / kWidth;
+  static constexpr int kBlockBytes = kRows * kRowBytes;
+
+  // The same layout for CuTe.
+  using Layout = decltype(tile_to_shape(
+      composition(Swizzle<kWidth == 64 ? 3 : 2, 3, 3>{},
+                  cute::Layout<Shape<_8, Int<kWidth>>, Stride<Int<kWidth>, _1>>{}),
+      Shape<Int<kRows>, Int<kHeadDim>>{}));
+
+  // Of (row, chunk) in the first column block.
+  static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
+    const int permuted = chunk ^ (kWidth == 64 ? row % 8 : row / 2 % 4);
+    return row * kRowBytes + permuted * 16;
+  }
+
+  // From the address of (row, chunk), chunk < 2, to that of (row + rows, chunk + chunks), where
+  // rows is a multiple of 8 and chunks even.
+  static __device__ __forceinline__ uint32_t move(uint32_t address, int rows, int chunks) {
+    return (address ^ (chunks % kChunks * 16)) + chunks / kChunks * kBlockBytes + rows * kRowBytes;
+  }
+};
+
+__device__ __forceinline__ void ldmatrix(uint32_t (&to)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address));
+}
+
+__device__ __forceinline__ void ldmatrix_transposed(uint32_t (&to)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address));
+}
+
+// 16 bytes, or 16 zeros instead of reading anything.
+__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool wanted) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(wanted ? 16 : 0));
+}
+
+// accumulator += A B with one mma m16n8k16 after the other. load_a(m, k, registers) brings 16 rows
+// of k-block k of A, load_b(n, k, registers) 16 columns of B, one step ahead of the mmas that read
+// it: few enough registers for accumulators that take 192 of 255.
+template <int kK, int kN, int kM, class TiledMma, class Accumulator, class LoadA, class LoadB>
+__device__ __forceinline__ void multiply_stepwise(const TiledMma&, Accumulator& accumulator,
+                                                  const LoadA& load_a, const LoadB& load_b) {
+  using Atom = typename TiledMma::Atom::MMA_Op;
+  uint32_t a[2][kM][4];
+  uint32_t b[2][4];
+  const auto load_all_a = [&](int k) {
+    CUTE_UNROLL
+    for (int m = 0; m < kM; ++m) load_a(m, k, a[k % 2][m]);
+  };
+  load_all_a(0);
+  load_b(0, 0, b[0]);
+  CUTE_UNROLL
+  for (int step = 0; step < kK * kN; ++step) {
+    const int k = step / kN;
+    const int n = step % kN;
+    if (step + 1 < kK * kN) load_b((step + 1) % kN, (step + 1) / kN, b[(step + 1) % 2]);
+    if (n == kN - 1 && k + 1 < kK) load_all_a(k + 1);
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      CUTE_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        float* c = &accumulator(0, m, 2 * n + half);
+        const uint32_t (&x)[4] = a[k % 2][m];
+        const uint32_t* y = &b[step % 2][2 * half];
+        Atom::fma(c[0], c[1], c[2], c[3], x[0], x[1], x[2], x[3], y[0], y[1], c[0], c[1], c[2],
+                  c[3]);
+      }
+    }
+  }
+}
+
+// The compiler takes `value` for a new one: what is computed from it is not kept across iterations.
+__device__ __forceinline__ void forget(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
+}  // namespace neginf::sm80
