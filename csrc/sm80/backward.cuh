@@ -103,6 +103,7 @@ struct BackwardTraits {
   static constexpr int kStagesQ = 2;
   static constexpr int kStagesDout = Sizes::kStagesDout;
   static constexpr int kQueryGradParts = Sizes::kQueryGradParts;
+  static constexpr bool kKeepsAddresses = Sizes::kKeepsAddresses;
   static constexpr bool kKeepsP =
       Sizes::kScoreWarpsKeys == kWarps && Sizes::kKeyGradWarpsKeys == kWarps;
 
@@ -161,10 +162,13 @@ struct BackwardTraits {
 
 // One iteration: a tile of rows of one head.
 struct RowStep {
-  int tile;    // in the sequence
-  int number;  // in BackwardRows
+  int head;
+  int tile;  // in the sequence
 
-  __device__ int head(const BackwardRows& rows) const { return number / rows.num_tiles; }
+  // In BackwardRows.
+  __device__ int number(const BackwardRows& rows, const KeyWork& work) const {
+    return head * rows.num_tiles + work.first_tile + tile;
+  }
 };
 
 // Walks over the steps of a CTA and loads their tiles. It holds where this thread's first 16 bytes
@@ -174,6 +178,8 @@ class RowLoader {
   using Element = typename Traits::Element;
   static constexpr int kRowsAtATime = Traits::kThreads / Traits::kThreadsPerRow;
   static constexpr int kColumnsAtATime = 8 * Traits::kThreadsPerRow;
+  // A single stage of dO is loaded late, between products that hide the arithmetic.
+  static constexpr bool kKeepsDoutPointer = Traits::kStagesDout > 1;
 
  public:
   __device__ RowLoader(const BackwardParams<float>& params, const BackwardRows& rows,
@@ -186,19 +192,18 @@ class RowLoader {
 
   __device__ __forceinline__ void advance() {
     if (step_.tile + 1 == work_.row_tiles.end) {
-      start_head(step_.head(rows_) + 1);
+      start_head(step_.head + 1);
       return;
     }
     ++step_.tile;
-    ++step_.number;
     q_ += Traits::kBlockM * params_.q_strides.row;
-    dout_ += Traits::kBlockM * params_.dout_strides.row;
+    if constexpr (kKeepsDoutPointer) dout_ += Traits::kBlockM * params_.dout_strides.row;
     find_wanted_rows();
   }
 
   // Of the step. Read from global memory an iteration before it is needed.
   __device__ __forceinline__ bool needs_care() const {
-    return rows_.statistics_of<Traits::kBlockM>(step_.number)->needs_care != 0;
+    return rows_.statistics_of<Traits::kBlockM>(number())->needs_care != 0;
   }
 
   __device__ __forceinline__ void load_q(Element* shared) const {
@@ -206,13 +211,14 @@ class RowLoader {
   }
 
   __device__ __forceinline__ void load_dout(Element* shared) const {
-    load(dout_, params_.dout_strides.row, shared);
+    const Element* from = kKeepsDoutPointer ? dout_ : pointer(params_.dout, params_.dout_strides);
+    load(from, params_.dout_strides.row, shared);
   }
 
   __device__ __forceinline__ void load_statistics(RowStatistics<Traits::kBlockM>* shared) const {
     constexpr int kPieces = sizeof(*shared) / sizeof(uint128_t);
     static_assert(kPieces <= Traits::kThreads);
-    const auto* from = rows_.statistics_of<Traits::kBlockM>(step_.number);
+    const auto* from = rows_.statistics_of<Traits::kBlockM>(number());
     if (const int piece = thread_index(); piece < kPieces) {
       SM80_CP_ASYNC_CACHEGLOBAL<uint128_t>::copy(
           reinterpret_cast<const uint128_t*>(from)[piece],
@@ -224,16 +230,19 @@ class RowLoader {
   static __device__ int first_row() { return thread_index() / Traits::kThreadsPerRow; }
   static __device__ int first_column() { return thread_index() % Traits::kThreadsPerRow * 8; }
 
+  __device__ int number() const { return step_.number(rows_, work_); }
+
+  __device__ __forceinline__ const Element* pointer(const void* tensor,
+                                                    const Strides& strides) const {
+    const int64_t row = work_.queries.first_row + step_.tile * Traits::kBlockM + first_row();
+    return static_cast<const Element*>(tensor) + work_.keys.index * strides.batch +
+           step_.head * strides.head + row * strides.row + first_column();
+  }
+
   __device__ void start_head(int head) {
-    step_ = {work_.row_tiles.begin,
-             head * rows_.num_tiles + work_.first_tile + work_.row_tiles.begin};
-    const auto first_of = [&](const void* tensor, const Strides& strides) {
-      const int64_t row = work_.queries.first_row + step_.tile * Traits::kBlockM + first_row();
-      return static_cast<const Element*>(tensor) + work_.keys.index * strides.batch +
-             head * strides.head + row * strides.row + first_column();
-    };
-    q_ = first_of(params_.q, params_.q_strides);
-    dout_ = first_of(params_.dout, params_.dout_strides);
+    step_ = {head, work_.row_tiles.begin};
+    q_ = pointer(params_.q, params_.q_strides);
+    if constexpr (kKeepsDoutPointer) dout_ = pointer(params_.dout, params_.dout_strides);
     find_wanted_rows();
   }
 
@@ -311,7 +320,7 @@ struct CarefulRows {
                                    const KeyWork& work, const RowStep& step) {
     const int first_row = step.tile * rows.tile_rows;
     return {params.lse + work.keys.index * params.lse_strides.batch +
-                step.head(rows) * params.lse_strides.head + work.queries.first_row + first_row,
+                step.head * params.lse_strides.head + work.queries.first_row + first_row,
             work.queries.length - first_row};
   }
 
@@ -411,6 +420,13 @@ __device__ __forceinline__ auto transposed(const Tile& tile) {
                                                             make_stride(rows, _1{}))));
 }
 
+// The compiler keeps what it computes from the thread's index in registers for the whole loop, and
+// where there are too few it spills instead of computing again.
+template <typename Traits>
+__device__ __forceinline__ int thread_for_addresses() {
+  return Traits::kKeepsAddresses ? thread_index() : thread_index_again();
+}
+
 // accumulator += A B^T, A (m, k) and B (n, k) in shared memory. An operand whose k runs along the
 // rows of its tile is loaded with ldmatrix.trans.
 template <class TiledMma, class Accumulator, class A, class B, class LoadA, class LoadB>
@@ -469,7 +485,7 @@ struct OrderedAdds {
     const int first_row = step.tile * rows.tile_rows;
     const Range tiles =
         tiles_covering(work.mask.keys_of_rows({first_row, first_row + rows.tile_rows}), block_n);
-    return {rows.adds + step.number,
+    return {rows.adds + step.number(rows, work),
             tiles.end - 1 - work.keys.first_row / block_n};
   }
 
@@ -502,13 +518,13 @@ using QueryGradLayout = Layout<
 
 // Adds one part of the columns.
 template <typename Traits, class Columns, class Part, class Accumulator>
-__device__ __forceinline__ void add_query_gradient(const BackwardRows& rows, const RowStep& step,
-                                                   Part part, const Accumulator& tQrQ) {
+__device__ __forceinline__ void add_query_gradient(const BackwardRows& rows, const KeyWork& work,
+                                                   const RowStep& step, Part part, const Accumulator& tQrQ) {
   Tensor dq = make_tensor(
-      make_gmem_ptr(rows.dq + int64_t{step.number} * (Traits::kBlockM * Traits::kHeadDim)),
+      make_gmem_ptr(rows.dq + int64_t{step.number(rows, work)} * (Traits::kBlockM * Traits::kHeadDim)),
       QueryGradLayout<Traits>{});
   typename Traits::QueryGradMma mma;
-  Tensor tQgQ = mma.get_slice(thread_index())
+  Tensor tQgQ = mma.get_slice(thread_for_addresses<Traits>())
                     .partition_C(local_tile(dq, Shape<Int<Traits::kBlockM>, Columns>{},
                                             make_coord(_0{}, part)));
   CUTE_UNROLL
@@ -591,12 +607,12 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
 
     Tensor tSrS = partition_fragment_C(score_mma, typename Traits::ScoreTile{});
     clear(tSrS);
-    multiply_shared(score_mma, tSrS, sK, sQ, load, load, thread_index());
+    multiply_shared(score_mma, tSrS, sK, sQ, load, load, thread_for_addresses<Traits>());
     Tensor tPrP = partition_fragment_C(score_mma, typename Traits::ScoreTile{});  // dP^T
     const auto multiply_dout = [&] {
       clear(tPrP);
       multiply_shared(score_mma, tPrP, sV, sdO, load, load,
-                      Traits::kKeepsP ? thread_index_again() : thread_index());
+                      Traits::kKeepsP ? thread_index_again() : thread_for_addresses<Traits>());
     };
     // One long phase of products is better than two, where there are registers for it. It hides the
     // loads, too.
@@ -606,7 +622,7 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
     }
 
     Tensor p = as_rows_and_keys(tSrS);
-    const auto modifiers = ScoreModifiers::of(params.problem, work.keys.index, step.head(rows));
+    const auto modifiers = ScoreModifiers::of(params.problem, work.keys.index, step.head);
     const float scale = Traits::kModifiesScores ? modifiers.scale : params.problem.softmax_scale;
     [[maybe_unused]] Tensor slope = make_fragment_like(tSrS);  // of softcap
     if constexpr (Traits::kModifiesScores) {
@@ -652,7 +668,7 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
     } else {
       __syncthreads();
       multiply_shared(key_grad_mma, tVrV, sP, transposed(sdO), load, load_transposed,
-                      thread_index());
+                      thread_for_addresses<Traits>());
       if constexpr (kSingleDout) __syncthreads();
     }
     if constexpr (kSingleDout) {
@@ -661,7 +677,7 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
     }
     if constexpr (!Traits::kKeepsP) {
       multiply_shared(key_grad_mma, tKrK, sdS, transposed(sQ), load, load_transposed,
-                      thread_index());
+                      thread_for_addresses<Traits>());
     }
 
     const auto order = OrderedAdds::of(params, rows, work, step, kBlockN);
@@ -675,7 +691,7 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
                       local_tile(transposed(sK), Shape<Columns, Int<kBlockN>>{},
                                  make_coord(part, _0{})),
                       load_transposed, load_transposed, thread_index_again());
-      add_query_gradient<Traits, Columns>(rows, step, part, tQrQ);
+      add_query_gradient<Traits, Columns>(rows, work, step, part, tQrQ);
     });
     order.pass_on();
   }

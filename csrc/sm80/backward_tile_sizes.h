@@ -5,7 +5,8 @@
 namespace neginf::sm80 {
 
 template <int kBlockM_, int kBlockN_, int kWarps_, int kScoreWarpsKeys_, int kKeyGradWarpsKeys_,
-          int kQueryGradWarpsRows_, int kStagesDout_, int kQueryGradParts_>
+          int kQueryGradWarpsRows_, int kStagesDout_, int kQueryGradParts_,
+          bool kKeepsAddresses_ = true>
 struct BackwardSizes {
   static constexpr int kBlockM = kBlockM_;  // query rows
   static constexpr int kBlockN = kBlockN_;  // keys
@@ -16,6 +17,7 @@ struct BackwardSizes {
   static constexpr int kQueryGradWarpsRows = kQueryGradWarpsRows_;  // dQ: (rows, head_dim)
   static constexpr int kStagesDout = kStagesDout_;
   static constexpr int kQueryGradParts = kQueryGradParts_;  // of the columns of dQ, in turn
+  static constexpr bool kKeepsAddresses = kKeepsAddresses_;  // in registers; false: spills else
 };
 
 // Large: where shared memory allows it, without softcap and ALiBi. Small: elsewhere; fits the 99 KB
@@ -49,7 +51,7 @@ struct BackwardTiles<192> {
 
 template <>
 struct BackwardTiles<256> {
-  using Large = BackwardSizes<64, 64, 8, 4, 2, 2, 1, 2>;  // 177 KB
+  using Large = BackwardSizes<64, 64, 8, 4, 2, 2, 1, 2, false>;  // 177 KB
   using Small = BackwardSizes<32, 32, 4, 2, 2, 2, 1, 1>;
 };
 
