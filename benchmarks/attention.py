@@ -168,17 +168,17 @@ def measure(case, backends, backward, rounds, matmul):
     graphs, results, reasons = {}, {}, {}
     for backend in backends:
         captured, reason = bench.attempt(
-            lambda backend=backend: bench.capture(lambda: prepare(backend, case, tensors))
+            lambda backend=backend: bench.Captured(lambda: prepare(backend, case, tensors))
         )
         if captured is None:
             reasons[backend.label] = reason
             continue
-        graphs[backend.label] = captured[0]
-        results[backend.label] = dict(zip(outputs, captured[1], strict=True))
+        graphs[backend.label] = captured
+        results[backend.label] = dict(zip(outputs, captured.result, strict=True))
     if results:
         bench.check_agreement(results)
-    matmul_graph, matmul_operations = matmul
-    ms = bench.interleaved_ms({**graphs, ROOF: matmul_graph}, rounds)
+    matmul_call, matmul_operations = matmul
+    ms = bench.interleaved_ms({**graphs, ROOF: matmul_call}, rounds)
     operations = case.operations(backward)
     return bench.Result(
         case.columns(),

@@ -55,42 +55,53 @@ def need_gpu(script):
 # ---- timing
 
 
-def capture(prepare):
+class Captured:
     """A graph of the call that prepare() returns, and the call's result.
 
     prepare() runs on the stream that is captured, where autograd will also run a backward whose
-    forward was run by prepare().
+    forward was run by prepare(). The call is kept: what it holds is what the graph reads.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call = prepare()
-        call()  # whatever is compiled, chosen or allocated once
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        result = call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph.replay()
-    return graph, result
+
+    def __init__(self, prepare):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.call = prepare()
+            self.call()  # whatever is compiled, chosen or allocated once
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream):
+            self.result = self.call()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.run()
+
+    def run(self):
+        self.graph.replay()
 
 
-def replay_ms(graph, flush):
+class Eager:
+    """A call of so little host time that it needs no graph."""
+
+    def __init__(self, call):
+        self.run = call
+
+
+def sample_ms(measured, flush):
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flush.zero_()
     start.record()
-    graph.replay()
+    measured.run()
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
 
 
-def interleaved_ms(graphs, rounds):
-    """The median time of each graph, in ms."""
+def interleaved_ms(measured, rounds):
+    """The median time of each, {name: Captured or Eager}, in ms."""
     flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    samples = {name: [] for name in graphs}
+    samples = {name: [] for name in measured}
     for _ in range(rounds):
-        for name, graph in graphs.items():
-            samples[name].append(replay_ms(graph, flush))
+        for name, one in measured.items():
+            samples[name].append(sample_ms(one, flush))
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
@@ -98,7 +109,7 @@ def matmul_8192():
     """A bf16 matrix product as the roof of what the card does today, and its operations."""
     size = 8192
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return capture(lambda: lambda: a @ b)[0], 2 * size**3
+    return Captured(lambda: lambda: a @ b), 2 * size**3
 
 
 # ---- what can be measured, and whether it is right
@@ -123,11 +134,14 @@ def attempt(call):
 
 
 def reason_of(error, warned=()):
-    """One line: the error, and what torch only warned of (why SDPA rejects a back-end)."""
-    lines = [f"{type(error).__name__}: {error}".splitlines()[0]]
+    """One line: what the error says first, and what torch only warns of, why SDPA rejects a call
+    (but not that it was told to use no other back-end)."""
+    message = str(error).splitlines()[0] if str(error) else "no message"
+    lines = [f"{type(error).__name__}: {message.split('. ')[0].rstrip('.')}"]
     for text in warned:
         text = text.split(" (Triggered internally")[0].strip()
-        if text not in lines:
+        told_so = text.endswith(("not used because:", "has been runtime disabled."))
+        if not told_so and text not in lines:
             lines.append(text)
     return " / ".join(lines)
 

@@ -148,12 +148,13 @@ def test_attempt():
     import warnings
 
     def rejected():
+        warnings.warn("Flash attention has been runtime disabled.", stacklevel=1)
         warnings.warn("head_dim 512 is too large (Triggered internally at a.cpp:1.)", stacklevel=1)
-        raise RuntimeError("No available kernel.\nmore")
+        raise RuntimeError("No available kernel. Aborting.\nmore")
 
     assert bench.attempt(lambda: 7) == (7, None)
     assert bench.attempt(rejected) == (
-        None, "RuntimeError: No available kernel. / head_dim 512 is too large",
+        None, "RuntimeError: No available kernel / head_dim 512 is too large",
     )  # fmt: skip
     with pytest.raises(ZeroDivisionError):
         bench.attempt(lambda: 1 / 0)
