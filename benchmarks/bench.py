@@ -284,9 +284,12 @@ def report(options, title, results, roof, x, unit, peer=None):
     """The table, what the dashes mean, and the files asked for."""
     if not results:
         raise SystemExit("nothing to measure: no case is left")
-    console = Console()
     title = f"{title}, {unit}, {torch.cuda.get_device_name()}"
-    console.print(table(title, results, roof, peer))
+    drawn = table(title, results, roof, peer)
+    console = Console()
+    wide = console.options.update(width=1000)
+    console.width = max(console.width, console.measure(drawn, options=wide).maximum)  # cut nothing
+    console.print(drawn)
     for line in notes(results):
         console.print(line, markup=False, highlight=False)
     if options.json:
