@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import bench
 import neginf
 
 CALLS_PER_BLOCK = 50
-
 
 # What each is called with: a function, whether it wants heads first, and the SDPA back-end to pin
 # (outside the timed region, as is the transposition).
@@ -52,8 +52,7 @@ def main():
     parser.add_argument("--json")
     parser.add_argument("--blocks", type=int, default=41)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("bench_host.py measures calls on a GPU, and torch sees none")
+    bench.need_gpu("bench_host.py")
 
     results = {}
     for requires_grad in (False, True):
@@ -64,8 +63,7 @@ def main():
             for _ in range(3)
         ]
         outs = {name: run_block(name, tensors)[1] for name in CALLS}  # warm-up
-        for out in outs.values():
-            torch.testing.assert_close(out, outs["torch FA-2"], rtol=0, atol=2e-2)
+        bench.check_agreement({name: {"out": out} for name, out in outs.items()})
         samples = {name: [] for name in CALLS}
         for _ in range(args.blocks):
             for name in CALLS:

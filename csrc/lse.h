@@ -18,6 +18,13 @@
 #define NEGINF_HOST_DEVICE inline
 #endif
 
+// Before a loop that mostly takes one turn: unrolled, it would divide to count its turns.
+#if defined(__CUDA_ARCH__)
+#define NEGINF_ROLLED _Pragma("unroll 1")
+#else
+#define NEGINF_ROLLED
+#endif
+
 namespace neginf {
 
 template <typename Real>
@@ -134,17 +141,30 @@ struct Merged {
   }
 };
 
+// The merge by `lanes` lanes that each see the states lane, lane + lanes, ...: reduce_max(x) and
+// reduce_sum(x) give every lane the running_max and the sum of x over all lanes.
+template <typename Real, typename LseOf, typename ReduceMax, typename ReduceSum>
+NEGINF_HOST_DEVICE Merged<Real> merge_by_lanes(int num_states, const LseOf& lse_of, int lane,
+                                               int lanes, const ReduceMax& reduce_max,
+                                               const ReduceSum& reduce_sum) {
+  using std::exp;
+  Real max = masked_score<Real>();
+  NEGINF_ROLLED
+  for (int s = lane; s < num_states; s += lanes) max = running_max(max, lse_of(s).value());
+  max = reduce_max(max);
+  const Real shift = softmax_shift(max);
+  Real sum = 0;
+  NEGINF_ROLLED
+  for (int s = lane; s < num_states; s += lanes) sum += exp(lse_of(s).value() - shift);
+  const Finalized<Real> merged = finalize(max, reduce_sum(sum), Real(1));
+  return {merged.lse, shift, merged.scale};
+}
+
 // lse_of(s) is the Lse of state s; no state at all gives empty.
 template <typename Real, typename LseOf>
 NEGINF_HOST_DEVICE Merged<Real> merge(int num_states, const LseOf& lse_of) {
-  using std::exp;
-  Real max = masked_score<Real>();
-  for (int s = 0; s < num_states; ++s) max = running_max(max, lse_of(s).value());
-  const Real shift = softmax_shift(max);
-  Real sum = 0;
-  for (int s = 0; s < num_states; ++s) sum += exp(lse_of(s).value() - shift);
-  const Finalized<Real> merged = finalize(max, sum, Real(1));
-  return {merged.lse, shift, merged.scale};
+  const auto alone = [](Real x) { return x; };
+  return merge_by_lanes<Real>(num_states, lse_of, 0, 1, alone, alone);
 }
 
 // Merges the sink, the state (0, sink), into a finished row. sink = -inf changes nothing; a sink

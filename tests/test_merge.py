@@ -38,12 +38,13 @@ def combine(*args, **kwargs):
         return neginf.flash_attn_combine(*args, **kwargs)
 
 
-def check(got, out_partial, lse_partial):
+def check(got, out_partial, lse_partial, sum_size=1.0):
     exact = oracle.merge(out_partial.cpu(), lse_partial.cpu())
     low = oracle.merge(out_partial.cpu(), lse_partial.cpu(), out_partial.dtype)
     low_lse = oracle.merge(out_partial.cpu(), lse_partial.cpu(), accumulate(out_partial.dtype))[1]
+    size = judge.largest(out_partial)
     judge.assert_close(
-        got[0], exact[0], low[0].to(got[0].dtype), "out", size=judge.largest(out_partial)
+        got[0], exact[0], low[0].to(got[0].dtype), "out", size=size, sum_size=sum_size
     )
     judge.assert_close(got[1], exact[1], low_lse, "lse", sum_size=1 + judge.largest(lse_partial))
 
@@ -62,6 +63,48 @@ def test_any_states(target, data):
         data.draw(st.integers(0, 1000)),
     )
     check(combine(out, lse), out, lse)
+
+
+@runs_on("combine")
+@pytest.mark.parametrize("splits", [17, 64, 256, 300])
+@pytest.mark.parametrize(("rows", "head_dim"), [(3, 8), (3, 64), (3, 256), (1030, 20)], ids=str)
+def test_many_splits(target, rows, head_dim, splits):
+    """More states than lanes; few rows, which share a block on a GPU, and many, which do not."""
+    out, lse = states(target, splits, (rows,), 1, head_dim, empty=0.6)
+    lse[..., 0] = NEG_INF
+    check(combine(out, lse), out, lse, sum_size=8 * judge.largest(out))
+
+
+def pieces(lead):
+    """The first and the last positions, and some between."""
+    return (slice(0, 3), slice(lead[-1] // 2, lead[-1] // 2 + 150), slice(-2, None))
+
+
+@runs_on("combine", "combine_backward", gpu_only=True)
+@pytest.mark.parametrize(
+    ("splits", "head_dim", "lead"),
+    [(2, 40, (5, 1311)), (3, 72, (6563,)), (8, 40, (6563,)), (12, 128, (5, 661))],
+    ids=str,
+)
+def test_many_rows_are_as_few(target, splits, head_dim, lead):
+    """So many that lanes merge several rows together; the last of them do not exist."""
+    out, lse = states(target, splits, lead, 10, head_dim)
+    dout, dlse = torch.randn_like(out[0]), torch.randn_like(lse[0])
+
+    def run(out, lse, dout, dlse):
+        leaves = out.clone().requires_grad_(), lse.clone().requires_grad_()
+        with poisoned_allocations():
+            merged = neginf.flash_attn_combine(*leaves)
+            return (*merged, *torch.autograd.grad(merged, leaves, (dout, dlse)))
+
+    whole = run(out, lse, dout, dlse)
+    tolerance = torch.finfo(target.dtype).eps + 1e-6
+    for rows in pieces(lead):
+        piece = run(out[..., rows, :, :], lse[..., rows], dout[..., rows, :, :], dlse[..., rows])
+        for i, (w, p) in enumerate(zip(whole, piece, strict=True)):
+            part = w[..., rows] if i % 2 else w[..., rows, :, :]
+            torch.testing.assert_close(part, p, rtol=4 * tolerance, atol=40 * tolerance)
+            judge.assert_special_positions_equal(part, p, "a piece")
 
 
 @runs_on("combine")
@@ -241,9 +284,9 @@ def gradients(function, out, lse, dout, dlse, uses):
 
 @runs_on("combine", "combine_backward")
 @pytest.mark.parametrize("uses", [("out", "lse"), ("out",), ("lse",)], ids=str)
-@pytest.mark.parametrize("lead", [(2, 19), (19,)], ids=str)
-def test_gradients(target, lead, uses):
-    out, lse = states(target, 4, lead, 3, 40, empty=0.4)
+@pytest.mark.parametrize(("splits", "lead"), [(4, (2, 19)), (4, (19,)), (70, (7,))], ids=str)
+def test_gradients(target, splits, lead, uses):
+    out, lse = states(target, splits, lead, 3, 40, empty=0.4)
     lse[:, ..., 0] = NEG_INF  # merged rows that are empty
     out[lse.transpose(-1, -2) == NEG_INF] = NAN
     exact_state = oracle.merge(out.cpu(), lse.cpu())

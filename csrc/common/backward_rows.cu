@@ -79,9 +79,9 @@ __global__ void __launch_bounds__(kThreads)
       float dot = 0.f;
       if (!lse.is_empty() && lane * kPack < problem.head_dim) {
         float out[kPack], dout[kPack];
-        load(out, static_cast<const Element*>(params.out) + block.offset(params.out_strides, row) +
+        load_values(out, static_cast<const Element*>(params.out) + block.offset(params.out_strides, row) +
                       lane * kPack);
-        load(dout, static_cast<const Element*>(params.dout) +
+        load_values(dout, static_cast<const Element*>(params.dout) +
                        block.offset(params.dout_strides, row) + lane * kPack);
 #pragma unroll
         for (int i = 0; i < kPack; ++i) {

@@ -2,56 +2,140 @@
 #include "../kernels.h"
 #include "cuda_check.h"
 #include "merge_kernel.h"
-#include "merge_row.h"
 
 namespace neginf {
 namespace {
 
-template <typename Partial, typename Out, int kVector>
-__global__ void __launch_bounds__(kMergeThreads, 4)
-    combine_kernel(const __grid_constant__ CombineParams<float> params, int lanes) {
-  for_each_merge_row(params, lanes, [&](const MergeRow& row, int lane) {
-    const Lse* lse_partial = params.lse_partial + row.offset(params.lse_partial_strides);
-    const auto lse_of = [&](int s) { return lse_partial[s * params.lse_partial_strides.split]; };
-    const auto merged = merge<float>(params.num_splits, lse_of);
-    if (lane == 0) params.lse[row.offset(params.lse_strides)] = merged.lse;
+// So few that a block for each pays: 32 rows of 128 states take 5 us instead of 9.
+constexpr int64_t kFewRows = 1024;
 
-    const Partial* out_partial =
-        static_cast<const Partial*>(params.out_partial) + row.offset(params.out_partial_strides);
-    Out* out = static_cast<Out*>(params.out) + row.offset(params.out_strides);
-    for (int column = lane * kVector; column < params.head_dim; column += lanes * kVector) {
-      float sum[kVector] = {};
-#pragma unroll 4  // loads in flight
-      for (int s = 0; s < params.num_splits; ++s) {
-        float state[kVector];
-        load(state, out_partial + s * params.out_partial_strides.split + column);
-        const auto share = MergeShare<float>::of(lse_of(s), merged);
+constexpr int kBlocksPerMultiprocessor = 4;
+
+// kStatesInFlight states at the lane's columns.
+template <typename Partial, int kVector>
+struct LoadedStates {
+  Bits<Partial, kVector> bits[kStatesInFlight];
+
+  // Those that contribute, of the lanes from first_lane on; the others are zero.
+  __device__ LoadedStates(const Partial* state, int64_t stride, const HeldStates::Shares& shares,
+                          int first_lane) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sum[i] += share.weighted(state[i]);
-      }
-      store(out + column, sum);
+    for (int i = 0; i < kStatesInFlight; ++i, state += stride) {
+      bits[i] = {};
+      if (shares.contributes(first_lane + i)) bits[i] = load<kVector>(state);
     }
-  });
+  }
+
+  __device__ void add_to(float (&sum)[kVector], const HeldStates::Shares& shares,
+                         int first_lane) const {
+#pragma unroll
+    for (int i = 0; i < kStatesInFlight; ++i) {
+      const auto share = shares.of(first_lane + i);
+      float values[kVector];
+      unpack<Partial>(values, bits[i]);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) sum[j] += share.weighted(values[j]);
+    }
+  }
+};
+
+// Sum over the groups of the block, in their order; what the first group gets is the whole.
+template <int kVector>
+__device__ __forceinline__ void sum_over_groups(float (&sum)[kVector], const LaneGroup& group) {
+  __shared__ float sums[kMergeThreads][kVector + 1];
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) sums[threadIdx.x][j] = sum[j];
+  __syncthreads();
+  if (group.index == 0) {
+    for (int other = group.lane + group.lanes; other < kMergeThreads; other += group.lanes) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) sum[j] += sums[other][j];
+    }
+  }
+  __syncthreads();
+}
+
+// kShared: the groups of a block share the states of one row; else each group has its own rows.
+template <typename Partial, typename Out, int kVector, bool kShared>
+__global__ void __launch_bounds__(kMergeThreads, kBlocksPerMultiprocessor)
+    combine_kernel(const __grid_constant__ CombineParams<float> params, const MergeGrid grid) {
+  const LaneGroup group(grid.log2_lanes);
+  const LaneGroup holders(grid.log2_holders);
+  const RowsOfBlock rows(params, kShared ? 1 : holders.count);
+
+  const bool writes = !kShared || group.index == 0;
+
+  const MergeRow held_row = rows.row(kShared ? 0 : holders.index);
+  const auto states =
+      HeldStates::of(params.lse_partial + held_row.offset(params.lse_partial_strides),
+                     params.lse_partial_strides.split, params.num_splits, group, holders);
+  if (writes && held_row.exists && holders.lane == 0) {
+    params.lse[held_row.offset(params.lse_strides)] = states.merged_lse();
+  }
+
+  // Which states the group takes. All groups take as many turns, the last with less to do.
+  const int share =
+      kShared ? (params.num_splits + group.count - 1) / group.count : params.num_splits;
+  const int begin = kShared ? min(group.index * share, params.num_splits) : 0;
+  const int end = min(begin + share, params.num_splits);
+  const int64_t stride = params.out_partial_strides.split;
+
+  // More rows than one leave a single turn.
+  for (int r = 0; r < grid.rows_per_group(); ++r) {
+    const MergeRow row = rows.row(kShared ? 0 : group.index * grid.rows_per_group() + r);
+    const Partial* out_partial = static_cast<const Partial*>(params.out_partial) +
+                                 row.offset(params.out_partial_strides) + begin * stride;
+    Out* out = static_cast<Out*>(params.out) + row.offset(params.out_strides);
+    const int first_lane = r << grid.log2_holders;
+    for (int first = 0; first < params.head_dim; first += group.lanes * kVector) {
+      // A lane past the row helps with the weights and reads what the first lane does.
+      const int column = first + group.lane * kVector;
+      const bool inside = column < params.head_dim;
+      const Partial* state = out_partial + (inside ? column : 0);
+      float sum[kVector] = {};
+#pragma unroll 1
+      for (int base = 0; base < share; base += holders.lanes) {
+        const auto shares = states.shares(begin + base, end);
+        const int count = min(holders.lanes, share - base);
+#pragma unroll 1
+        for (int i = 0; i < count; i += kStatesInFlight) {
+          const LoadedStates<Partial, kVector> loaded(state + (base + i) * stride, stride, shares,
+                                                      first_lane + i);
+          loaded.add_to(sum, shares, first_lane + i);
+        }
+      }
+      if constexpr (kShared) sum_over_groups(sum, group);
+      if (writes && row.exists && inside) store(out + column, sum);
+    }
+  }
 }
 
 template <typename Partial, typename Out, int kVector>
 void launch_combine(const CombineParams<float>& params) {
-  launch_merge<kVector>(params, [&](unsigned blocks, int lanes) {
-    combine_kernel<Partial, Out, kVector>
-        <<<blocks, kMergeThreads, 0, params.stream>>>(params, lanes);
-    cuda_check(cudaGetLastError(), "combine");
-  });
+  const int64_t rows = num_positions(params) * params.num_heads;
+  if (rows == 0) return;
+  MergeGrid grid = merge_grid<Partial>(params);
+  auto* kernel = combine_kernel<Partial, Out, kVector, false>;
+  if (rows <= kFewRows && params.num_splits > kStatesInFlight) {
+    grid.log2_holders = grid.log2_lanes;
+    grid.blocks = rows;
+    kernel = combine_kernel<Partial, Out, kVector, true>;
+  }
+  kernel<<<checked_blocks(grid.blocks), kMergeThreads, 0, params.stream>>>(params, grid);
+  cuda_check(cudaGetLastError(), "combine");
 }
 
 template <typename Out>
 void run_combine(const CombineParams<float>& params) {
   dispatch_partial_dtype(params.partial_dtype, [&](auto partial) {
     using Partial = decltype(partial);
-    const bool packs = params.head_dim % 4 == 0 &&
-                       allows_pack<Partial>(params.out_partial, params.out_partial_strides) &&
-                       allows_pack<Out>(params.out, params.out_strides);
+    constexpr int kVector = kWide<Partial>;
+    const bool packs =
+        params.head_dim % kVector == 0 &&
+        allows_pack<kVector, Partial>(params.out_partial, params.out_partial_strides) &&
+        allows_pack<kVector, Out>(params.out, params.out_strides);
     if (packs) {
-      launch_combine<Partial, Out, 4>(params);
+      launch_combine<Partial, Out, kVector>(params);
     } else {
       launch_combine<Partial, Out, 1>(params);
     }

@@ -1,81 +1,148 @@
-// The gradient of the merge in plain CUDA. Bound by memory.
+// The gradient of the merge in plain CUDA. Bound by memory: each row reads its states and dO once
+// and writes the states' gradients once.
 #include "../kernels.h"
 #include "cuda_check.h"
 #include "merge_kernel.h"
-#include "merge_row.h"
 
 namespace neginf {
 namespace {
 
+// Bytes per second of a copy's at 2 / 8 / 32 float32 states of d128: 0.86 / 0.92 / 0.67. With half
+// the states in flight and four blocks 0.96 / 0.92 / 0.70, but spills for sm80, and 37 us instead
+// of 24 for 32 rows of 128 states.
+constexpr int kBlocksPerMultiprocessor = 3;
+
+// The tensors of one row.
 template <typename Partial, typename Out, int kVector>
-__global__ void __launch_bounds__(kMergeThreads, 4)
-    combine_backward_kernel(const __grid_constant__ CombineBackwardParams<float> params,
-                            int lanes) {
-  for_each_merge_row(params, lanes, [&](const MergeRow& row, int lane) {
-    const Lse* lse_partial = params.lse_partial + row.offset(params.lse_partial_strides);
-    const auto lse_of = [&](int s) { return lse_partial[s * params.lse_partial_strides.split]; };
-    const auto merged = merge<float>(params.num_splits, lse_of);
-    float* dlse_partial = params.dlse_partial + row.offset(params.dlse_partial_strides);
-    const auto dlse_of = [&](int s) -> float& {
-      return dlse_partial[s * params.dlse_partial_strides.split];
-    };
+struct BackwardRow {
+  const Out* dout;  // null: zero
+  const Partial* out_partial;
+  Partial* dout_partial;
+  const CombineBackwardParams<float>& params;
+  bool exists;
 
-    const Partial* out_partial =
-        static_cast<const Partial*>(params.out_partial) + row.offset(params.out_partial_strides);
-    const Out* dout = static_cast<const Out*>(params.dout) + row.offset(params.dout_strides);
-    Partial* dout_partial =
-        static_cast<Partial*>(params.dout_partial) + row.offset(params.dout_partial_strides);
-
-    float dout_out = 0.f;  // dO . O
-    for (int s = 0; s < params.num_splits; ++s) {
-      const auto share = MergeShare<float>::of(lse_of(s), merged);
-      float dot = 0.f;  // dO . O_s
-      for (int column = lane * kVector; column < params.head_dim; column += lanes * kVector) {
-        float state[kVector], grad[kVector] = {};
-        if (params.dout != nullptr) {
-          load(state, out_partial + s * params.out_partial_strides.split + column);
-          load(grad, dout + column);
-        }
+  // For the states from `state` on, `count` of them, whose shares the lanes from first_lane on
+  // hold: the dots dO . O_s over the lane's columns. Writes their dO_s.
+  __device__ void run(float (&dots)[kStatesInFlight], int64_t state, int count,
+                      const HeldStates::Shares& shares, int first_lane,
+                      const LaneGroup& group) const {
+    MergeShare<float> share[kStatesInFlight];
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          if (params.dout != nullptr) dot += grad[i] * state[i];
-          grad[i] = share.weighted(grad[i]);
-        }
-        store(dout_partial + s * params.dout_partial_strides.split + column, grad);
+    for (int i = 0; i < kStatesInFlight; ++i) share[i] = shares.of(first_lane + i);
+    for (int column = group.lane * kVector; exists && column < params.head_dim;
+         column += group.lanes * kVector) {
+      const Partial* from = out_partial + state * params.out_partial_strides.split + column;
+      Partial* to = dout_partial + state * params.dout_partial_strides.split + column;
+      Bits<Partial, kVector> loaded[kStatesInFlight];
+#pragma unroll
+      for (int i = 0; i < kStatesInFlight; ++i, from += params.out_partial_strides.split) {
+        loaded[i] = {};
+        if (dout != nullptr && shares.contributes(first_lane + i)) loaded[i] = load<kVector>(from);
       }
-      dot = reduce_group(dot, lanes);
-      dout_out += share.weighted(dot);
-      if (lane == 0) dlse_of(s) = dot;
+      float grad[kVector] = {};
+      if (dout != nullptr) load_values(grad, dout + column);
+#pragma unroll
+      for (int i = 0; i < kStatesInFlight; ++i, to += params.dout_partial_strides.split) {
+        if (i >= count) break;
+        float values[kVector];
+        unpack<Partial>(values, loaded[i]);
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          dots[i] += grad[j] * values[j];
+          values[j] = share[i].weighted(grad[j]);
+        }
+        store(to, values);
+      }
     }
+  }
+};
 
-    if (lane != 0) return;
-    const float dlse = params.dlse != nullptr ? params.dlse[row.offset(params.dlse_strides)] : 0.f;
-    for (int s = 0; s < params.num_splits; ++s) {
-      const auto share = MergeShare<float>::of(lse_of(s), merged);
+template <typename Partial, typename Out, int kVector>
+__global__ void __launch_bounds__(kMergeThreads, kBlocksPerMultiprocessor)
+    combine_backward_kernel(const __grid_constant__ CombineBackwardParams<float> params,
+                            const MergeGrid grid) {
+  const LaneGroup group(grid.log2_lanes);
+  const LaneGroup holders(grid.log2_holders);
+  const RowsOfBlock rows(params, holders.count);
+
+  const MergeRow held_row = rows.row(holders.index);
+  const auto states =
+      HeldStates::of(params.lse_partial + held_row.offset(params.lse_partial_strides),
+                     params.lse_partial_strides.split, params.num_splits, group, holders);
+  float* dlse_partial = params.dlse_partial + held_row.offset(params.dlse_partial_strides);
+  const auto dlse_of = [&](int s) -> float& {
+    return dlse_partial[s * params.dlse_partial_strides.split];
+  };
+
+  const float dlse =
+      params.dlse != nullptr ? params.dlse[held_row.offset(params.dlse_strides)] : 0.f;
+
+  // The lane that holds a state keeps its dO . O_s, where dL_s will be. More rows than one leave a
+  // single turn.
+  float dout_out = 0.f;  // dO . O of the lane's row
+#pragma unroll 1
+  for (int base = 0; base < params.num_splits; base += holders.lanes) {
+    const auto shares = states.shares(base, params.num_splits);
+    const int count = min(holders.lanes, params.num_splits - base);
+    float dot_of_lane = 0.f;
+#pragma unroll 1
+    for (int r = 0; r < grid.rows_per_group(); ++r) {
+      const MergeRow row = rows.row(group.index * grid.rows_per_group() + r);
+      const BackwardRow<Partial, Out, kVector> work{
+          params.dout == nullptr
+              ? nullptr
+              : static_cast<const Out*>(params.dout) + row.offset(params.dout_strides),
+          static_cast<const Partial*>(params.out_partial) + row.offset(params.out_partial_strides),
+          static_cast<Partial*>(params.dout_partial) + row.offset(params.dout_partial_strides),
+          params, row.exists};
+#pragma unroll 1
+      for (int i = 0; i < count; i += kStatesInFlight) {
+        const int first_lane = (r << grid.log2_holders) + i;
+        float dots[kStatesInFlight] = {};
+        work.run(dots, base + i, count - i, shares, first_lane, group);
+        group.sum(dots);
+#pragma unroll
+        for (int j = 0; j < kStatesInFlight; ++j) {
+          if (group.lane == first_lane + j) dot_of_lane = dots[j];
+        }
+      }
+    }
+    dout_out += shares.mine().weighted(dot_of_lane);
+    if (held_row.exists && holders.lane < count) dlse_of(base + holders.lane) = dot_of_lane;
+  }
+  dout_out = holders.sum(dout_out);
+
+#pragma unroll 1
+  for (int base = 0; base < params.num_splits; base += holders.lanes) {
+    const auto share = states.shares(base, params.num_splits).mine();
+    const int s = base + holders.lane;
+    if (held_row.exists && s < params.num_splits) {
       dlse_of(s) = share.weighted(dlse_of(s) - dout_out + dlse);
     }
-  });
+  }
 }
 
 template <typename Partial, typename Out, int kVector>
 void launch_combine_backward(const CombineBackwardParams<float>& params) {
-  launch_merge<kVector>(params, [&](unsigned blocks, int lanes) {
-    combine_backward_kernel<Partial, Out, kVector>
-        <<<blocks, kMergeThreads, 0, params.stream>>>(params, lanes);
-    cuda_check(cudaGetLastError(), "combine_backward");
-  });
+  const MergeGrid grid = merge_grid<Partial>(params);
+  if (grid.blocks == 0) return;
+  combine_backward_kernel<Partial, Out, kVector>
+      <<<checked_blocks(grid.blocks), kMergeThreads, 0, params.stream>>>(params, grid);
+  cuda_check(cudaGetLastError(), "combine_backward");
 }
 
 template <typename Out>
 void run_combine_backward(const CombineBackwardParams<float>& params) {
   dispatch_partial_dtype(params.partial_dtype, [&](auto partial) {
     using Partial = decltype(partial);
-    const bool packs = params.head_dim % 4 == 0 &&
-                       allows_pack<Partial>(params.out_partial, params.out_partial_strides) &&
-                       allows_pack<Out>(params.dout, params.dout_strides) &&
-                       allows_pack<Partial>(params.dout_partial, params.dout_partial_strides);
+    constexpr int kVector = kWide<Partial>;
+    const bool packs =
+        params.head_dim % kVector == 0 &&
+        allows_pack<kVector, Partial>(params.out_partial, params.out_partial_strides) &&
+        allows_pack<kVector, Out>(params.dout, params.dout_strides) &&
+        allows_pack<kVector, Partial>(params.dout_partial, params.dout_partial_strides);
     if (packs) {
-      launch_combine_backward<Partial, Out, 4>(params);
+      launch_combine_backward<Partial, Out, kVector>(params);
     } else {
       launch_combine_backward<Partial, Out, 1>(params);
     }

@@ -4,10 +4,14 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+
 namespace neginf {
 
+constexpr int kLoadBytes = 16;  // the most that one instruction loads
+
 template <typename Element, int kVector>
-struct alignas(sizeof(Element) * kVector) Pack {
+struct alignas(std::min<int>(sizeof(Element) * kVector, kLoadBytes)) Pack {
   Element at[kVector];
 };
 
@@ -20,7 +24,7 @@ __device__ __forceinline__ void round_to(__nv_bfloat16& to, float x) { to = __fl
 __device__ __forceinline__ void round_to(__half& to, float x) { to = __float2half(x); }
 
 template <int kVector, typename Element>
-__device__ __forceinline__ void load(float (&to)[kVector], const Element* from) {
+__device__ __forceinline__ void load_values(float (&to)[kVector], const Element* from) {
   const auto pack = *reinterpret_cast<const Pack<Element, kVector>*>(from);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) to[i] = to_float(pack.at[i]);

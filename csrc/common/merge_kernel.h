@@ -1,25 +1,124 @@
-// What the two combine kernels share: one group of lanes per row, its lanes over head_dim.
+// What the two combine kernels share.
 //
-// Lanes take kVector neighbouring elements at a time: four where every address allows it, else one.
-// A group is the smallest power of two of lanes that covers the row, up to a warp.
+//     columns   a group of lanes, the smallest power of two up to a warp that covers a row with
+//               16-byte loads, walks over the states of its rows, one row at a time. Where an
+//               address does not allow it the lanes load single elements.
+//     states    the same lanes hold the lse of all those rows at once, a lane per state: with 8
+//               states a warp merges 4 rows together. Weights go to the columns by shuffle.
+//
+// Neither depends on strides or alignment: they change no bit of a result.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 
 #include "../params.h"
 #include "element.h"
+#include "merge_row.h"
 
 namespace neginf {
 
 constexpr int kMergeThreads = 256;
+template <typename Element>
+constexpr int kWide = kLoadBytes / static_cast<int>(sizeof(Element));
 
-// One merged row. Heads run fastest: neighbours in memory in the usual layout of O.
+// States whose loads are issued before the first is used, a power of two. Bytes per second of a
+// copy's at 2 / 8 / 32 float32 states of d128: 4 in flight 0.82 / 1.03 / 1.04, 8 (which leaves
+// registers for fewer warps) 0.60 / 1.04 / 1.03, 2 0.94 / 1.02 / 1.03 but 0.80 for bfloat16.
+constexpr int kStatesInFlight = 4;
+
+// A pack as it is loaded, in whole registers until it is used.
+template <int kBytes>
+struct BitsOfSize;
+template <>
+struct BitsOfSize<16> {
+  using Type = uint4;
+};
+template <>
+struct BitsOfSize<4> {
+  using Type = unsigned;
+};
+template <>
+struct BitsOfSize<2> {
+  using Type = unsigned short;
+};
+template <typename Element, int kVector>
+using Bits = typename BitsOfSize<sizeof(Element) * kVector>::Type;
+
+template <int kVector, typename Element>
+__device__ __forceinline__ Bits<Element, kVector> load(const Element* from) {
+  return *reinterpret_cast<const Bits<Element, kVector>*>(from);
+}
+
+template <typename Element, int kVector>
+__device__ __forceinline__ void unpack(float (&to)[kVector], Bits<Element, kVector> bits) {
+  Pack<Element, kVector> pack;
+  memcpy(&pack, &bits, sizeof pack);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) to[i] = to_float(pack.at[i]);
+}
+
+// 1, 2, 4, ... or 32 neighbouring lanes. All lanes of a warp, whatever their group, must call the
+// same functions together: shuffles of a part of a warp are many times slower.
+class LaneGroup {
+ public:
+  explicit __device__ LaneGroup(int log2_lanes)
+      : lanes(1 << log2_lanes),
+        lane(static_cast<int>(threadIdx.x) & (lanes - 1)),
+        index(static_cast<int>(threadIdx.x) >> log2_lanes),
+        count(kMergeThreads >> log2_lanes) {}
+
+  // Over the lanes of the group, which all get the same bits: a tree whose two sides commute.
+  template <int kCount, typename Operation>
+  __device__ void reduce(float (&x)[kCount], const Operation& operation) const {
+#pragma unroll 1
+    for (int distance = lanes >> 1; distance > 0; distance >>= 1) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        x[i] = operation(x[i], __shfl_xor_sync(kAllLanes, x[i], distance));
+      }
+    }
+  }
+  template <int kCount>
+  __device__ void sum(float (&x)[kCount]) const {
+    reduce(x, [](float a, float b) { return a + b; });
+  }
+  __device__ float sum(float x) const {
+    float one[] = {x};
+    sum(one);
+    return one[0];
+  }
+  __device__ float max(float x) const {
+    float one[] = {x};
+    reduce(one, running_max<float>);
+    return one[0];
+  }
+
+  // x of a lane of the group.
+  __device__ float from_lane(float x, int i) const { return __shfl_sync(kAllLanes, x, i, lanes); }
+
+  // Bit i is that of lane i of the group; zeros above.
+  __device__ unsigned ballot(bool bit) const {
+    return __ballot_sync(kAllLanes, bit) >> (threadIdx.x % 32 - lane) & kAllLanes >> (32 - lanes);
+  }
+
+  const int lanes;
+  const int lane;   // which one of the group
+  const int index;  // which group of the block
+  const int count;  // groups in the block
+
+ private:
+  static constexpr unsigned kAllLanes = 0xffffffffu;
+};
+
+// One merged row.
 struct MergeRow {
+  bool exists;  // else the row is the last one, and nothing may be written
   int batch;
   int row;
   int head;
@@ -29,53 +128,142 @@ struct MergeRow {
   }
 };
 
-NEGINF_HOST_DEVICE int64_t num_merge_rows(const CombineInputs<float>& params) {
-  return static_cast<int64_t>(params.batch) * params.seqlen * params.num_heads;
+NEGINF_HOST_DEVICE int64_t num_positions(const CombineInputs<float>& params) {
+  return static_cast<int64_t>(params.batch) * params.seqlen;
 }
 
-// Calls body(row, lane) for every row, once by each lane of a group.
-template <typename Body>
-__device__ __forceinline__ void for_each_merge_row(const CombineInputs<float>& params, int lanes,
-                                                   const Body& body) {
-  const int64_t rows = num_merge_rows(params);
-  const int groups = kMergeThreads / lanes;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * groups + threadIdx.x / lanes; i < rows;
-       i += static_cast<int64_t>(gridDim.x) * groups) {
-    const int64_t position = i / params.num_heads;
-    body(MergeRow{static_cast<int>(position / params.seqlen),
-                  static_cast<int>(position % params.seqlen),
-                  static_cast<int>(i % params.num_heads)},
-         static_cast<int>(threadIdx.x % lanes));
+// The rows of a block are neighbouring positions of one head, whose lse are neighbours in memory;
+// blocks go through the heads first, whose states are.
+class RowsOfBlock {
+ public:
+  __device__ RowsOfBlock(const CombineInputs<float>& params, int rows_per_block)
+      : params_(params),
+        head_(static_cast<int>(blockIdx.x % static_cast<unsigned>(params.num_heads))),
+        first_(static_cast<int64_t>(blockIdx.x / static_cast<unsigned>(params.num_heads)) *
+               rows_per_block) {}
+
+  __device__ MergeRow row(int i) const {
+    const int64_t last = num_positions(params_) - 1;
+    const int64_t position = min(first_ + i, last);
+    const int batch = params_.batch == 1 ? 0 : static_cast<int>(position / params_.seqlen);
+    return {first_ + i <= last, batch,
+            static_cast<int>(position - static_cast<int64_t>(batch) * params_.seqlen), head_};
   }
-}
 
-// Sum over the lanes of a group; groups of one warp may be at different places.
-__device__ __forceinline__ float reduce_group(float x, int lanes) {
-  const unsigned first_lane = threadIdx.x % 32 / lanes * lanes;
-  const unsigned group = 0xffffffffu >> (32 - lanes) << first_lane;
-  for (int distance = lanes / 2; distance > 0; distance /= 2) {
-    x += __shfl_xor_sync(group, x, distance);
+ private:
+  const CombineInputs<float>& params_;
+  int head_;
+  int64_t first_;
+};
+
+// The states of the rows of a group. Lane i of the group holds states of row i / holders.lanes:
+// i % holders.lanes, and every holders.lanes-th from there if that is too few lanes for a row.
+class HeldStates {
+ public:
+  // lse_partial: that of the lane's row.
+  static __device__ HeldStates of(const Lse* lse_partial, int64_t stride, int num_states,
+                                  const LaneGroup& group, const LaneGroup& holders) {
+    const Lse first = holders.lane < num_states ? lse_partial[holders.lane * stride] : Lse::empty();
+    HeldStates states(lse_partial, stride, group, holders, first);
+    states.merged_ = merge_by_lanes<float>(
+        num_states, [&](int s) { return states.lse_of(s); }, holders.lane, holders.lanes,
+        [&](float x) { return holders.max(x); }, [&](float x) { return holders.sum(x); });
+    return states;
   }
-  return x;
-}
 
-// Whether every row of a tensor starts at an address that a pack of four needs.
-template <typename Element>
+  // Of the lane's row.
+  __device__ Lse merged_lse() const { return merged_.lse; }
+
+  // What states base, base + 1, ... (one for each holder) before `end` are to their merged rows.
+  class Shares {
+   public:
+    __device__ Shares(const MergeShare<float>& mine, const LaneGroup& group)
+        : contributing_(group.ballot(mine.contributes)), weight_(mine.weight), group_(group) {}
+
+    __device__ bool contributes(int lane) const { return contributing_ >> lane & 1; }
+    __device__ MergeShare<float> of(int lane) const {
+      return {contributes(lane), group_.from_lane(weight_, lane)};
+    }
+    __device__ MergeShare<float> mine() const { return {contributes(group_.lane), weight_}; }
+
+   private:
+    unsigned contributing_;  // a bit for each lane
+    float weight_;
+    const LaneGroup& group_;
+  };
+
+  __device__ Shares shares(int base, int end) const {
+    const int s = base + holders_.lane;
+    return {MergeShare<float>::of(s < end ? lse_of(s) : Lse::empty(), merged_), group_};
+  }
+
+ private:
+  __device__ HeldStates(const Lse* lse_partial, int64_t stride, const LaneGroup& group,
+                        const LaneGroup& holders, Lse first)
+      : lse_partial_(lse_partial),
+        stride_(stride),
+        group_(group),
+        holders_(holders),
+        first_(first),
+        merged_{first, 0.f, 0.f} {}
+
+  // The first lse of each lane stays in a register: where there is a lane for each state, none is
+  // read twice.
+  __device__ Lse lse_of(int s) const {
+    return s == holders_.lane ? first_ : lse_partial_[s * stride_];
+  }
+
+  const Lse* lse_partial_;
+  int64_t stride_;
+  const LaneGroup& group_;
+  const LaneGroup& holders_;
+  Lse first_;
+  Merged<float> merged_;
+};
+
+// Whether every row of a tensor starts at an address that a pack needs.
+template <int kVector, typename Element>
 bool allows_pack(const void* base, const CombineStrides& strides) {
-  return reinterpret_cast<std::uintptr_t>(base) % sizeof(Pack<Element, 4>) == 0 &&
-         strides.split % 4 == 0 && strides.batch % 4 == 0 && strides.row % 4 == 0 &&
-         strides.head % 4 == 0;
+  constexpr int kElements = alignof(Pack<Element, kVector>) / sizeof(Element);
+  return reinterpret_cast<std::uintptr_t>(base) % alignof(Pack<Element, kVector>) == 0 &&
+         strides.split % kElements == 0 && strides.batch % kElements == 0 &&
+         strides.row % kElements == 0 && strides.head % kElements == 0;
 }
 
-// Calls launch(blocks, lanes) unless there is nothing to do.
-template <int kVector, typename Launch>
-void launch_merge(const CombineInputs<float>& params, const Launch& launch) {
-  int lanes = 1;
-  while (lanes < 32 && lanes * kVector < params.head_dim) lanes *= 2;
-  const int64_t groups = kMergeThreads / lanes;
-  const int64_t blocks = (num_merge_rows(params) + groups - 1) / groups;
-  constexpr int64_t kMaxBlocks = std::numeric_limits<int>::max();
-  if (blocks > 0) launch(static_cast<unsigned>(std::min(blocks, kMaxBlocks)), lanes);
+// How a launch divides the work.
+struct MergeGrid {
+  int log2_lanes;    // of a group
+  int log2_holders;  // lanes for the states of one row; a group has as many rows as that leaves
+  int64_t blocks;
+
+  __host__ __device__ int rows_per_group() const { return 1 << (log2_lanes - log2_holders); }
+};
+
+template <typename Partial>
+MergeGrid merge_grid(const CombineInputs<float>& params) {
+  constexpr int64_t kManyBlocks = 1024;  // as fill any GPU: fewer rows a group before fewer blocks
+  int log2_lanes = 0;
+  while (log2_lanes < 5 && (kWide<Partial> << log2_lanes) < params.head_dim) ++log2_lanes;
+  // Never so few holders that states in flight are of two rows.
+  int log2_holders = 0;
+  while ((1 << log2_holders) < std::max(params.num_splits, kStatesInFlight) &&
+         log2_holders < log2_lanes) {
+    ++log2_holders;
+  }
+  for (;; ++log2_holders) {
+    const int64_t rows = kMergeThreads >> log2_holders;
+    const int64_t blocks = (num_positions(params) + rows - 1) / rows * params.num_heads;
+    if (log2_holders == log2_lanes || blocks >= kManyBlocks) {
+      return {log2_lanes, log2_holders, blocks};
+    }
+  }
+}
+
+inline unsigned checked_blocks(int64_t blocks) {
+  if (blocks > std::numeric_limits<int>::max()) {
+    throw std::runtime_error("neginf: combine: more rows than a grid of blocks covers");
+  }
+  return static_cast<unsigned>(blocks);
 }
 
 template <typename Function>

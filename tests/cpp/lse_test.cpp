@@ -152,6 +152,48 @@ void test_merge() {
   CHECK(std::isnan(merge_of({nan, a}).lse.value()));
 }
 
+// merge_by_lanes as `lanes` lanes would run it: each alone, once to learn its maximum, once to
+// learn its sum, once with the maximum and the sum of all. Returns what the last lane gets.
+template <typename Real>
+Merged<Real> merge_by(int lanes, std::initializer_list<BasicLse<Real>> states) {
+  const auto state = [&](int s) { return states.begin()[s]; };
+  const int count = static_cast<int>(states.size());
+  Real max = masked_score<Real>();
+  for (int lane = 0; lane < lanes; ++lane) {
+    const auto learn = [&](Real x) { return max = running_max(max, x); };
+    merge_by_lanes<Real>(count, state, lane, lanes, learn, [](Real x) { return x; });
+  }
+  const auto reduce_max = [&](Real) { return max; };
+  Real sum = 0;
+  for (int lane = 0; lane < lanes; ++lane) {
+    const auto learn = [&](Real x) { return sum += x; };
+    merge_by_lanes<Real>(count, state, lane, lanes, reduce_max, learn);
+  }
+  const auto reduce_sum = [&](Real) { return sum; };
+  return merge_by_lanes<Real>(count, state, lanes - 1, lanes, reduce_max, reduce_sum);
+}
+
+// Sharing the work among lanes, also more lanes than states, changes nothing but the order of sums.
+template <typename Real>
+void test_merge_by_lanes() {
+  const auto empty = BasicLse<Real>::empty();
+  const auto a = lse_of(Real(1)), b = lse_of(Real(3)), low = lse_of(Real(-46341));
+  for (const int lanes : {1, 2, 3, 8}) {
+    CHECK(merge_by<Real>(lanes, {}).lse.is_empty());
+    CHECK(merge_by(lanes, {empty, empty, empty}).lse.is_empty());
+    CHECK(merge_by(lanes, {empty, a, empty, empty}).lse.value() == a.value());
+    CHECK(merge_by(lanes, {empty, a, empty, empty}).weight_of(a) == 1);
+    CHECK(merge_by(lanes, {low, empty, empty}).lse.value() == low.value());
+    CHECK(std::isnan(merge_by(lanes, {empty, a, nan_lse<Real>(), b}).lse.value()));
+    CHECK(std::isnan(merge_by(lanes, {nan_lse<Real>(), empty}).weight_of(nan_lse<Real>())));
+    const auto merged = merge_by(lanes, {a, b, empty, a, low, b});
+    const auto alone = merge_of({a, b, empty, a, low, b});
+    CHECK(near(merged.lse.value(), alone.lse.value()));
+    CHECK(near(merged.weight_of(b), alone.weight_of(b)));
+    CHECK(merged.weight_of(empty) == 0);
+  }
+}
+
 template <typename Real>
 void test_weights() {
   const auto empty = BasicLse<Real>::empty();
@@ -252,6 +294,7 @@ void test_all() {
   test_finalize<Real>();
   test_softmax_in_any_order<Real>();
   test_merge<Real>();
+  test_merge_by_lanes<Real>();
   test_weights<Real>();
   test_sink<Real>();
   test_divisor<Real>();
