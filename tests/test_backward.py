@@ -17,7 +17,7 @@ NAN = float("nan")
 @runs_on("forward", "backward", "combine")
 @given(data=st.data())
 def test_any_problem(target, data):
-    problem = data.draw(problems(target.head_dims(1, 8, 16, 40, 59, 64, 128, 256)))
+    problem = data.draw(problems(target.head_dims(1, 8, 16, 40, 59, 64, 96, 128, 192, 256)))
     problem = problem.with_(
         deterministic=data.draw(st.booleans()),
         num_splits=data.draw(st.sampled_from([0, 1, 1, 2])),
@@ -49,6 +49,7 @@ BASE = Problem(lengths_q=(70,) * 2, lengths_k=(66,) * 2, heads=4, heads_k=2, hea
         {"heads": 3, "heads_k": 3},
         {"lengths_k": (0, 0)},
         {"lengths_q": (0, 0)},
+        {"lengths_q": (0, 0), "deterministic": True},
         {"lengths_q": (), "lengths_k": ()},
         {"lengths_q": (1, 1), "lengths_k": (300, 300)},
         {"lengths_q": (300, 300), "lengths_k": (1, 1), "causal": True},
@@ -157,6 +158,98 @@ def test_deterministic_gives_the_same_bits(target):
         _, _, again = inputs.gradients()
         for name, gradient in again.items():
             judge.assert_bits_equal(gradient, first[name], f"d{name}")
+
+
+# Each head_dim has tiles, and so an order of sums, of its own.
+@runs_on("forward", "backward", dtypes=("bfloat16", "float16"), gpu_only=True)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": True, "heads": 6, "heads_k": 2},
+        {"window_size": (200, 50), "softcap": 3.0, "alibi": "bh"},
+        {"varlen": True, "lengths_q": (700, 0, 257), "lengths_k": (300, 5, 513), "causal": True},
+    ],
+    ids=str,
+)
+def test_hundred_deterministic_backwards(target, head_dim, changes):
+    """Many key tiles add to each row of dq, whatever order the multiprocessors take them in."""
+    problem = Problem(
+        lengths_q=(513,) * 3, lengths_k=(1100,) * 3, head_dim=head_dim, deterministic=True
+    ).with_(**changes)
+    inputs = Inputs(problem, target.dtype, target.device)
+    leaves = [inputs.tensor(n).detach().requires_grad_() for n in "qkv"]
+    outputs = inputs.call(*leaves)
+    grads = inputs.tensor("dout"), inputs.dlse.to(target.device)
+    first = torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+    for _ in range(99):
+        again = torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+        for name, gradient, expected in zip("qkv", again, first, strict=True):
+            judge.assert_bits_equal(gradient, expected, f"d{name}")
+
+
+@runs_on("forward", "backward")
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("heads_k", [1, 2, 6])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_tile_size(target, head_dim, heads_k, causal):
+    """Several tiles of rows and of keys, the last of each partly filled, and heads in groups."""
+    problem = Problem(
+        lengths_q=(150,), lengths_k=(333,), heads=6, heads_k=heads_k, head_dim=head_dim
+    ).with_(causal=causal)
+    check_gradients(Inputs(problem, target.dtype, target.device))
+
+
+def call_backward(q, k, v, out, lse, dout, dlse, scale):
+    options = (None,) * 6 + (scale, False, -1, -1, 0.0, None, None, 1, True)
+    return torch.ops.neginf.backward(dout, dlse, q, k, v, out, lse, *options)[:3]
+
+
+@runs_on("forward", "backward")
+def test_rows_whose_lse_is_empty_though_the_mask_shows_keys(target):
+    """Their q, dout and dlse may be anything: dq is 0, and dk and dv are as without them."""
+    q, k, v = (torch.randn(1, n, 2, 64).to(target.device, target.dtype) for n in (100, 150, 150))
+    out, lse = neginf.flash_attn_func(q, k, v, return_lse=True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    empty = torch.zeros(100, dtype=torch.bool, device=target.device)
+    empty[[0, 33, 64, 99]] = True
+    lse[..., empty] = NEG_INF
+    expected = call_backward(
+        q, k, v, out, lse, dout.masked_fill(empty[:, None, None], 0), dlse, 0.125
+    )
+    for tensor in (q, dout, out):
+        tensor[:, empty] = NAN
+    dlse[..., empty] = NAN
+    dq, dk, dv = call_backward(q, k, v, out, lse, dout, dlse, 0.125)
+    judge.assert_zero(dq[:, empty], "dq of empty rows")
+    judge.assert_bits_equal(dq[:, ~empty], expected[0][:, ~empty], "dq")
+    judge.assert_bits_equal(dk, expected[1], "dk")
+    judge.assert_bits_equal(dv, expected[2], "dv")
+    assert dk.isfinite().all()
+
+
+@runs_on("forward", "backward", dtypes=("float32", "bfloat16"))
+@pytest.mark.parametrize("size", [300.0, 133120.0])
+def test_backward_of_very_large_and_very_low_scores(target, size):
+    """One key takes the whole weight of each row, exactly, beside rows of ordinary size."""
+    q = torch.full((1, 70, 1, 64), size).to(target.device, target.dtype)
+    k, v = torch.randn(1, 3, 1, 64).to(q) / 8, torch.randn(1, 3, 1, 64).to(q)
+    k[:, 1] = size
+    k[:, 2] = -size
+    q[:, 20:] = 0  # score 0 for every key
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = neginf.flash_attn_func(*leaves)
+    dout = torch.zeros_like(out)
+    dout[:, :20] = torch.randn(1, 20, 1, 64).to(dout)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    # dP - D is 0 but for the order of its two sums.
+    assert dq[:, :20].abs().max() <= 1e-4 * size
+    judge.assert_zero(dv[:, [0, 2]], "dv of keys without weight")
+    exact = dout[:, :20].double().sum(1)
+    error = (dv[:, 1].double() - exact).abs().max()
+    assert error <= torch.finfo(target.dtype).eps * (1 + exact.abs().max())
+    assert dk.isfinite().all()
 
 
 @runs_on("forward", "backward")

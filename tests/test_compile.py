@@ -234,6 +234,31 @@ def test_cuda_graph(target, splits):
         judge.assert_bits_equal(captured[1], expected[1], "lse")
 
 
+@runs_on("forward", "backward", dtypes=("bfloat16",), gpu_only=True)
+def test_cuda_graph_of_backward(target):
+    q, k, v, dout = (
+        torch.randn(2, n, 2, 64).to(target.device, target.dtype) for n in (70, 200, 200, 70)
+    )
+    used = int32([200, 30], target.device)
+    out, lse = neginf.flash_attn_func(q, k, v, causal=True, seqused_k=used, return_lse=True)
+
+    def backward():
+        options = (None, None, None, used, None, None, 0.125, True, -1, -1, 0.0, None, None, 1)
+        return torch.ops.neginf.backward(dout, None, q, k, v, out, lse, *options, True)[:3]
+
+    backward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = backward()
+    for _ in range(3):
+        dout.normal_()
+        for gradient in captured:
+            gradient.fill_(float("nan"))
+        graph.replay()
+        for name, got, expected in zip("qkv", captured, backward(), strict=True):
+            judge.assert_bits_equal(got, expected, f"d{name}")
+
+
 @runs_on("combine", dtypes=("bfloat16",), gpu_only=True)
 def test_cuda_graph_of_merge(target):
     outs = torch.zeros(3, 2, 9, 4, 64).to(target.device, target.dtype)

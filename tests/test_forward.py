@@ -20,7 +20,7 @@ NEG_INF = float("-inf")
 @runs_on("forward", "combine")
 @given(data=st.data())
 def test_any_problem(target, data):
-    problem = data.draw(problems(target.head_dims(1, 8, 16, 40, 59, 64, 128, 256)))
+    problem = data.draw(problems(target.head_dims(1, 8, 16, 40, 59, 64, 96, 128, 192, 256)))
     splits = data.draw(st.sampled_from([0, 1, 1, 1, 2, 3]))
     check_forward(Inputs(problem.with_(num_splits=splits), target.dtype, target.device))
 

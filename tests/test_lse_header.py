@@ -102,6 +102,14 @@ PAIRS = {
         "Merged<float>{lse, x, x}.weight_of(lse);",
         "Merged<float>{lse, x, x}.weight_of(x);",
     ),
+    "log2_divisor_of_float": ("Log2Divisor{divisor};", "Log2Divisor{x};"),
+    "log2_divisor_of_lse": ("Log2Divisor{divisor};", "Log2Divisor{lse};"),
+    "log2_divisor_implicit": ("Log2Divisor d{divisor};", "Log2Divisor d = divisor;"),
+    "log2_divisor_to_float": (
+        "Log2Divisor{divisor}.exponent(x, x);",
+        "float y = Log2Divisor{divisor};",
+    ),
+    "log2_divisor_to_divisor": ("Divisor d{divisor};", "Divisor d{Log2Divisor{divisor}};"),
     "divisor_read_value": ("lse.value();", "divisor.value();"),
     "divisor_read_field": ("divisor.probability(x);", "divisor.value_;"),
     "divisor_to_float": ("divisor.probability(x);", "float y = divisor;"),
@@ -220,7 +228,7 @@ INFINITY = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 LSE_CAST = re.compile(
-    r"_cast\s*<[^;(]*\b(?:Basic)?(?:Lse|Divisor)\b|\(\s*(?:Basic)?Lse\b[^()]*\*\s*\)"
+    r"_cast\s*<[^;(]*\b(?:Basic)?(?:Lse|(?:Log2)?Divisor)\b|\(\s*(?:Basic)?Lse\b[^()]*\*\s*\)"
 )
 COMMENT_OR_STRING = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 
@@ -308,6 +316,7 @@ def test_numbers_become_lse_in_one_place():
         "reinterpret_cast<BasicLse<Real>*>(p)",
         "static_cast<const Lse*>(p)",
         "reinterpret_cast<Divisor*>(p)",
+        "static_cast<Log2Divisor*>(p)",
         "(Lse*)p",
     ]:
         assert LSE_CAST.search(cast)

@@ -47,6 +47,22 @@ def test_forward(target, name, splits):
         inputs.call(*(inputs.tensor(n) for n in "qkv"), num_splits=splits)
 
 
+@runs_on("forward", "backward", dtypes=("bfloat16",), gpu_only=True)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_backward(target, name, deterministic):
+    inputs = Inputs(PROBLEMS[name], target.dtype, target.device)
+    inputs.options = {
+        n: o.to(target.device) if isinstance(o, torch.Tensor) else o
+        for n, o in inputs.options.items()
+    }
+    leaves = [inputs.tensor(n).detach().requires_grad_() for n in "qkv"]
+    grads = inputs.tensor("dout"), inputs.dlse.to(target.device)
+    with no_sync():
+        outputs = inputs.call(*leaves, deterministic=deterministic)
+        torch.autograd.grad(outputs, leaves, grads)
+
+
 @runs_on("combine", dtypes=("bfloat16",), gpu_only=True)
 def test_combine(target):
     outs = torch.randn(3, 2, 9, 4, 64, device=target.device, dtype=target.dtype)

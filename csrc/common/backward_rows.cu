@@ -1,10 +1,9 @@
-#include "backward_rows.h"
-
 #include <limits>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
 
+#include "backward_rows.h"
 #include "cuda_check.h"
 #include "element.h"
 
@@ -79,10 +78,10 @@ __global__ void __launch_bounds__(kThreads)
       float dot = 0.f;
       if (!lse.is_empty() && lane * kPack < problem.head_dim) {
         float out[kPack], dout[kPack];
-        load_values(out, static_cast<const Element*>(params.out) + block.offset(params.out_strides, row) +
-                      lane * kPack);
+        load_values(out, static_cast<const Element*>(params.out) +
+                             block.offset(params.out_strides, row) + lane * kPack);
         load_values(dout, static_cast<const Element*>(params.dout) +
-                       block.offset(params.dout_strides, row) + lane * kPack);
+                              block.offset(params.dout_strides, row) + lane * kPack);
 #pragma unroll
         for (int i = 0; i < kPack; ++i) {
           // Where a row sees no key its O is the constant 0, unless the Lse comes from a merge with
@@ -106,7 +105,6 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) {
     statistics.needs_care = needs_care;
     rows.adds[blockIdx.x] = 0;
-    if (blockIdx.x == 0) *rows.next_work = 0;
   }
 }
 
@@ -158,8 +156,8 @@ __global__ void __launch_bounds__(kThreads)
   const float* dq = rows.dq_of(blockIdx.x);
   Element* out = static_cast<Element*>(params.dq);
 
-  // Eight columns at a time, which are two float4 in dq. A warp takes 8 rows of several neighbouring
-  // packs: whole lines there, and at least 64 bytes of each row here.
+  // Eight columns at a time, which are two float4 in dq. A warp takes 8 rows of several
+  // neighbouring packs: whole lines there, and at least 64 bytes of each row here.
   const int packs = problem.head_dim / kPack;
   for (int i = threadIdx.x; i < rows.tile_rows * packs; i += kThreads) {
     const int r = i / (8 * packs) * 8 + i % 8;
@@ -233,6 +231,9 @@ void prepare_backward(const BackwardParams<float>& params, const BackwardRows& r
   while (lanes * kPack < params.problem.head_dim) lanes *= 2;
   const unsigned blocks = num_blocks(params, rows);
   const int sinks = params.dsink != nullptr ? params.problem.batch * params.problem.num_heads : 0;
+  if (params.deterministic) {  // also without any row: the main kernel still writes dK and dV
+    cuda_check(cudaMemsetAsync(rows.next_work, 0, sizeof(int), params.stream), "backward prepare");
+  }
   dispatch_tile_rows(rows.tile_rows, [&](auto kRows) {
     if (blocks > 0) {
       dispatch_dtype(dtype, [&](auto element) {

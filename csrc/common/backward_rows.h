@@ -20,7 +20,7 @@ struct alignas(16) RowStatistics {
   Log2Divisor divisor[kRows];
   float delta[kRows];  // D - dL, 0 for rows that are empty or out of bounds
   // Not 0: a row of the tile is more than base 2 and multiplication can handle. It may be empty
-  // though it has keys, NaN, or very large; the main kernel must look.
+  // though it has keys, very large, NaN, or have such a delta; the main kernel must look.
   int needs_care;
 };
 

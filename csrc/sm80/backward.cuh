@@ -58,9 +58,9 @@ struct KeyWork {
   Range unmasked_tiles;  // tiles of which every row sees every key
   int first_tile;        // of the sequence, in BackwardRows
 
-  // In the one-dimensional grid key tiles run fastest, so that neighbours share Q and dO in L2. When
-  // each dQ is summed in order, the last tile of keys adds first: with a causal mask that is the one
-  // that reaches a tile of rows first. `work` counts so that nobody waits for higher work.
+  // In the one-dimensional grid key tiles run fastest, so that neighbours share Q and dO in L2.
+  // When each dQ is summed in order, the last tile of keys adds first: with a causal mask that is
+  // the one that reaches a tile of rows first. `work` counts so that nobody waits for higher work.
   static __device__ KeyWork of(const BackwardParams<float>& params, const BackwardRows& rows,
                                int block_n, int work) {
     const Problem<float>& problem = params.problem;
@@ -114,8 +114,8 @@ struct BackwardTraits {
   using TiledMmaOf = decltype(make_tiled_mma(
       MmaAtom{}, Layout<Shape<Int<kRowWarps>, Int<kWarps / kRowWarps>, _1>>{},
       Tile<Int<16 * kRowWarps>, Int<16 * (kWarps / kRowWarps)>, _16>{}));
-  using ScoreMma = TiledMmaOf<Sizes::kScoreWarpsKeys>;       // (keys, rows)
-  using KeyGradMma = TiledMmaOf<Sizes::kKeyGradWarpsKeys>;   // (keys, head_dim)
+  using ScoreMma = TiledMmaOf<Sizes::kScoreWarpsKeys>;          // (keys, rows)
+  using KeyGradMma = TiledMmaOf<Sizes::kKeyGradWarpsKeys>;      // (keys, head_dim)
   using QueryGradMma = TiledMmaOf<Sizes::kQueryGradWarpsRows>;  // (rows, head_dim)
 
   // Rows of 128 or 64 bytes with their 16-byte chunks permuted: no bank conflict for cp.async,
@@ -135,8 +135,8 @@ struct BackwardTraits {
 
   // 16 bytes per thread along the atom.
   static constexpr int kThreadsPerRow = size<1>(HeadAtom{}) / 8;
-  using GmemThreads =
-      Layout<Shape<Int<kThreads / kThreadsPerRow>, Int<kThreadsPerRow>>, Stride<Int<kThreadsPerRow>, _1>>;
+  using GmemThreads = Layout<Shape<Int<kThreads / kThreadsPerRow>, Int<kThreadsPerRow>>,
+                             Stride<Int<kThreadsPerRow>, _1>>;
   using GmemLoad =
       decltype(make_tiled_copy(Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element>{},
                                GmemThreads{}, Layout<Shape<_1, _8>>{}));
@@ -220,9 +220,8 @@ class RowLoader {
     static_assert(kPieces <= Traits::kThreads);
     const auto* from = rows_.statistics_of<Traits::kBlockM>(number());
     if (const int piece = thread_index(); piece < kPieces) {
-      SM80_CP_ASYNC_CACHEGLOBAL<uint128_t>::copy(
-          reinterpret_cast<const uint128_t*>(from)[piece],
-          reinterpret_cast<uint128_t*>(shared)[piece]);
+      SM80_CP_ASYNC_CACHEGLOBAL<uint128_t>::copy(reinterpret_cast<const uint128_t*>(from)[piece],
+                                                 reinterpret_cast<uint128_t*>(shared)[piece]);
     }
   }
 
@@ -270,9 +269,9 @@ class RowLoader {
       for (int k = 0; k < size<2>(target); ++k) {
         const bool wanted =
             row_wanted && first_column() + k * kColumnsAtATime < params_.problem.head_dim;
-        Tensor source = make_tensor(
-            make_gmem_ptr(from + m * kRowsAtATime * row_stride + k * kColumnsAtATime),
-            Layout<Shape<_8>>{});
+        Tensor source =
+            make_tensor(make_gmem_ptr(from + m * kRowsAtATime * row_stride + k * kColumnsAtATime),
+                        Layout<Shape<_8>>{});
         copy(load.with(wanted), source, target(_, m, k));
       }
     }
@@ -328,14 +327,16 @@ struct CarefulRows {
     return r < rows_left && (lse[r].is_empty() || lse[r].value() != lse[r].value());
   }
 
-  __device__ Divisor divisor(int r) const {
-    return r < rows_left ? Divisor::of(lse[r]) : Divisor::out_of_bounds();
+  // Without contraction: s must be rounded as the Lse was. A row that is empty though the mask shows
+  // it keys has had its q cleared, so its scores are no longer -inf.
+  __device__ float probability(int r, float raw, float scale) const {
+    if (r >= rows_left) return Divisor::out_of_bounds().probability(0.f);
+    return lse[r].is_empty() ? 0.f : Divisor::of(lse[r]).probability(__fmul_rn(raw, scale));
   }
 };
 
 template <typename Traits>
-__device__ __noinline__ void clear_careful_rows(CarefulRows rows,
-                                                typename Traits::Element* q,
+__device__ __noinline__ void clear_careful_rows(CarefulRows rows, typename Traits::Element* q,
                                                 typename Traits::Element* dout) {
   using Element = typename Traits::Element;
   Tensor sQ = make_tensor(make_smem_ptr(q), typename Traits::SmemLayoutQ{});
@@ -365,16 +366,15 @@ __device__ __forceinline__ void to_probabilities(Scores& scores, const Log2Divis
   }
 }
 
-// For rows that base 2 cannot serve. Without contraction: s must be rounded as the Lse was.
+// For rows that base 2 cannot serve.
 template <class Scores, class RowOf>
 __device__ __forceinline__ void to_careful_probabilities(Scores& scores, const CarefulRows& rows,
                                                          const RowOf& row_of, float scale) {
   CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); ++r) {
-    const Divisor divisor = rows.divisor(row_of(r));
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); ++c) {
-      scores(r, c) = divisor.probability(__fmul_rn(scores(r, c), scale));
+      scores(r, c) = rows.probability(row_of(r), scores(r, c), scale);
     }
   }
 }
@@ -402,7 +402,8 @@ __device__ __forceinline__ void drop_weightless_keys(Gradients& gradients, const
   }
 }
 
-// -------------------------------------------------------------------------------------- tensor core
+// -------------------------------------------------------------------------------------- tensor
+// core
 
 // The accumulator of a transposed tile, ((2, 2), keys, rows) per thread, as (rows, keys).
 template <class Fragment>
@@ -415,9 +416,8 @@ template <class Tile>
 __device__ __forceinline__ auto transposed(const Tile& tile) {
   const auto rows = size<0>(tile.layout());
   const auto columns = size<1>(tile.layout());
-  return make_tensor(tile.data(),
-                     composition(tile.layout(), make_layout(make_shape(columns, rows),
-                                                            make_stride(rows, _1{}))));
+  return make_tensor(tile.data(), composition(tile.layout(), make_layout(make_shape(columns, rows),
+                                                                         make_stride(rows, _1{}))));
 }
 
 // The compiler keeps what it computes from the thread's index in registers for the whole loop, and
@@ -485,8 +485,7 @@ struct OrderedAdds {
     const int first_row = step.tile * rows.tile_rows;
     const Range tiles =
         tiles_covering(work.mask.keys_of_rows({first_row, first_row + rows.tile_rows}), block_n);
-    return {rows.adds + step.number(rows, work),
-            tiles.end - 1 - work.keys.first_row / block_n};
+    return {rows.adds + step.number(rows, work), tiles.end - 1 - work.keys.first_row / block_n};
   }
 
   __device__ void wait() const {
@@ -519,10 +518,11 @@ using QueryGradLayout = Layout<
 // Adds one part of the columns.
 template <typename Traits, class Columns, class Part, class Accumulator>
 __device__ __forceinline__ void add_query_gradient(const BackwardRows& rows, const KeyWork& work,
-                                                   const RowStep& step, Part part, const Accumulator& tQrQ) {
-  Tensor dq = make_tensor(
-      make_gmem_ptr(rows.dq + int64_t{step.number(rows, work)} * (Traits::kBlockM * Traits::kHeadDim)),
-      QueryGradLayout<Traits>{});
+                                                   const RowStep& step, Part part,
+                                                   const Accumulator& tQrQ) {
+  Tensor dq = make_tensor(make_gmem_ptr(rows.dq + int64_t{step.number(rows, work)} *
+                                                      (Traits::kBlockM * Traits::kHeadDim)),
+                          QueryGradLayout<Traits>{});
   typename Traits::QueryGradMma mma;
   Tensor tQgQ = mma.get_slice(thread_for_addresses<Traits>())
                     .partition_C(local_tile(dq, Shape<Int<Traits::kBlockM>, Columns>{},
@@ -539,8 +539,8 @@ __device__ __forceinline__ void add_query_gradient(const BackwardRows& rows, con
 template <typename Traits, class KeyGradient>
 __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
                                          const BackwardRows& rows, const KeyWork& work,
-                                         typename Traits::SharedStorage& shared,
-                                         KeyGradient& tKrK, KeyGradient& tVrV) {
+                                         typename Traits::SharedStorage& shared, KeyGradient& tKrK,
+                                         KeyGradient& tVrV) {
   using Element = typename Traits::Element;
   constexpr int kBlockM = Traits::kBlockM;
   constexpr int kBlockN = Traits::kBlockN;
@@ -681,16 +681,16 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
     }
 
     const auto order = OrderedAdds::of(params, rows, work, step, kBlockN);
-    order.wait();
     // In parts, so that the adds of one overlap the products of the next.
     for_each(make_int_sequence<Traits::kQueryGradParts>{}, [&](auto part) {
       using Columns = Int<Traits::kHeadDim / Traits::kQueryGradParts>;
       Tensor tQrQ = partition_fragment_C(query_grad_mma, Shape<Int<kBlockM>, Columns>{});  // dQ
       clear(tQrQ);
-      multiply_shared(query_grad_mma, tQrQ, transposed(sdS),
-                      local_tile(transposed(sK), Shape<Columns, Int<kBlockN>>{},
-                                 make_coord(part, _0{})),
-                      load_transposed, load_transposed, thread_index_again());
+      multiply_shared(
+          query_grad_mma, tQrQ, transposed(sdS),
+          local_tile(transposed(sK), Shape<Columns, Int<kBlockN>>{}, make_coord(part, _0{})),
+          load_transposed, load_transposed, thread_index_again());
+      if (part == 0) order.wait();
       add_query_gradient<Traits, Columns>(rows, work, step, part, tQrQ);
     });
     order.pass_on();
@@ -706,12 +706,11 @@ template <typename Traits, class Accumulator>
 __device__ __forceinline__ void store_key_gradient(void* tensor, const Strides& strides,
                                                    float scale, const KeyWork& work,
                                                    Accumulator& gradient,
-                                                   typename Traits::Element* shared,
-                                                   int head_dim) {
+                                                   typename Traits::Element* shared, int head_dim) {
   using Element = typename Traits::Element;
   typename Traits::KeyGradMma mma;
-  Tensor tKcK = mma.get_slice(thread_index())
-                    .partition_C(make_identity_tensor(typename Traits::KeyTile{}));
+  Tensor tKcK =
+      mma.get_slice(thread_index()).partition_C(make_identity_tensor(typename Traits::KeyTile{}));
   CUTE_UNROLL
   for (int i = 0; i < size(gradient); ++i) {
     const int key = work.keys.first_row + get<0>(tKcK(i));

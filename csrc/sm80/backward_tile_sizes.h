@@ -1,5 +1,42 @@
-// Tile sizes of the sm80 backward, with the measurement that chose each: H200, bf16, 16k tokens,
-// hidden 2048, TFLOP/s of the main kernel at 4k, full.
+// Tile sizes of the sm80 backward, with the measurements that chose them: H200, bf16, 16k tokens,
+// hidden 2048, 4k, full, TFLOP/s of the main kernel. Rows of one column block were measured in one
+// run; "atom" before dQ was added by red instead of atom. Warps: along the keys of S^T, the keys of
+// dK and dV, the rows of dQ.
+//
+//   head_dim  rows x keys  warps     dO stages, dQ parts   atom  red  final
+//   64        32 x 128     4: 4 4 2  2, 1                  264   285  285
+//   64        32 x 128     4: 4 4 2  2, 2                             288
+//   64        32 x 128     4: 4 4 2  1, 1                        272
+//   64        64 x 128     8: 8 8 4  2, 1                        223
+//   64        64 x 128     8: 4 4 2  2, 1                  194
+//   64        128 x 128    8: 8 8 4  1, 1                  230
+//   64        64 x 64      4: 4 4 2  2, 1                  221
+//   64        64 x 64      4: 2 2 2  2, 1                  217
+//   96        64 x 64      4: 2 2 2  2, 1                        282
+//   96        64 x 64      4: 4 4 2  2, 1                        265
+//   96        64 x 128     8: 4 4 2  2, 1                        252
+//   128       64 x 128     8: 4 4 2  2, 1                  263   295  293
+//   128       64 x 128     8: 4 4 2  2, 2                             295  spills
+//   128       64 x 128     8: 4 4 4  2, 1                        285
+//   128       64 x 128     8: 4 4 2  1, 1                  253
+//   128       64 x 128     8: 8 8 4  2, 1                        262
+//   128       64 x 64      4: 4 4 2  1, 1                  260   266
+//   128       64 x 64      4: 2 2 2  1, 1                  243
+//   192       64 x 64      8: 2 2 2  2, 1                             251
+//   192       64 x 64      8: 4 2 2  2, 1                             247
+//   192       64 x 64      8: 2 2 4  2, 1                             244
+//   192       64 x 64      8: 2 2 2  1, 1                             246
+//   256       64 x 64      8: 4 2 2  1, 2                             248
+//   256       64 x 64      8: 2 2 2  1, 2                             244
+//   256       64 x 64      8: 2 2 2  1, 4                             245
+//   256       64 x 64      8: 2 2 2  1, 1                        236  237
+//   256       64 x 64      8: 4 2 2  1, 1                        232
+//   256       32 x 64      8: 4 2 2  2, 1                        199
+//
+// What bounds them is the latency of a warp that has one neighbour on its scheduler, then shared
+// memory. So d64 keeps P in registers and runs two CTAs; from d96 on keys x rows is cut both ways,
+// which reads each fragment less often. Parts of dQ pay where its adds are many: at d256 they took
+// a quarter of the time.
 #pragma once
 
 namespace neginf::sm80 {
@@ -16,7 +53,7 @@ struct BackwardSizes {
   static constexpr int kKeyGradWarpsKeys = kKeyGradWarpsKeys_;      // dK, dV: (keys, head_dim)
   static constexpr int kQueryGradWarpsRows = kQueryGradWarpsRows_;  // dQ: (rows, head_dim)
   static constexpr int kStagesDout = kStagesDout_;
-  static constexpr int kQueryGradParts = kQueryGradParts_;  // of the columns of dQ, in turn
+  static constexpr int kQueryGradParts = kQueryGradParts_;   // of the columns of dQ, in turn
   static constexpr bool kKeepsAddresses = kKeepsAddresses_;  // in registers; false: spills else
 };
 

@@ -35,8 +35,8 @@
 #include "../common/shared_memory.h"
 #include "../common/softmax.h"
 #include "../kernels.h"
+#include "forward_tile_sizes.h"
 #include "forward_tiles.cuh"
-#include "tile_sizes.h"
 #include "tiles.cuh"
 
 namespace neginf::sm80 {

@@ -14,13 +14,6 @@ namespace neginf::sm80 {
 
 using namespace cute;
 
-// Read anew by each call: what is computed from it does not stay in registers between two uses.
-__device__ __forceinline__ int thread_index_again() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
 // A tile of kRows x kHeadDim elements of 2 bytes in shared memory, 128-byte aligned: column blocks
 // kWidth wide, one after the other, each with kRows rows. The 16-byte chunks of a row are permuted
 // (chunk ^= a function of the row), so that eight rows of one chunk, or a row, meet no bank twice.

@@ -13,7 +13,7 @@
 
 #include "common/query_packing.h"
 #include "common/split_heuristic.h"
-#include "sm80/tile_sizes.h"
+#include "sm80/forward_tile_sizes.h"
 #include "torch/backend.h"
 #include "torch/inputs.h"
 #include "torch/node.h"

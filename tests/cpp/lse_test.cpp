@@ -287,6 +287,31 @@ void test_divisor() {
   CHECK(near(D::of(lse_of(Real(-46341))).probability(Real(-46341)), Real(1)));
 }
 
+// exp2 of the exponent is the probability wherever is_exact() says so.
+template <typename Real>
+void test_log2_divisor() {
+  using D = BasicDivisor<Real>;
+  using D2 = BasicLog2Divisor<Real>;
+  const Real log2e = Real(1.4426950408889634);
+  for (const Real lse : {Real(-700), Real(-1.5), Real(0), Real(2), Real(700)}) {
+    const D divisor = D::of(lse_of(lse));
+    CHECK(D2(divisor).is_exact());
+    for (const Real raw : {Real(-3), Real(0), Real(1.25), Real(8)}) {
+      const Real scale = Real(0.125);
+      const Real score = lse - 1 + raw * scale;
+      const Real got = std::exp2(D2(divisor).exponent(score / scale, scale * log2e));
+      CHECK(std::abs(got / divisor.probability(score) - 1) < Real(2e-4));
+    }
+    CHECK(std::exp2(D2(divisor).exponent(masked_score<Real>(), log2e)) == 0);
+  }
+  CHECK(std::exp2(D2(D::of(BasicLse<Real>::empty())).exponent(masked_score<Real>(), log2e)) == 0);
+  CHECK(std::exp2(D2(D::out_of_bounds()).exponent(Real(0), log2e)) == 0);
+  CHECK(!D2(D::out_of_bounds()).is_exact());
+  CHECK(!D2(D::of(nan_lse<Real>())).is_exact());
+  CHECK(!D2(D::of(lse_of(Real(711)))).is_exact());
+  CHECK(!D2(D::of(lse_of(Real(-711)))).is_exact());
+}
+
 template <typename Real>
 void test_all() {
   test_empty<Real>();
@@ -298,6 +323,7 @@ void test_all() {
   test_weights<Real>();
   test_sink<Real>();
   test_divisor<Real>();
+  test_log2_divisor<Real>();
 }
 
 }  // namespace

@@ -47,12 +47,15 @@ void check_rows(const Mask& mask, Range rows) {
 
 void check_keys(const Mask& mask, Range keys) {
   std::vector<bool> any(mask.seqlen_q, false);
+  std::vector<bool> all(mask.seqlen_q, true);
   for (int row = 0; row < mask.seqlen_q; ++row) {
     for (int key = keys.begin; key < keys.end; ++key) {
       any[row] = any[row] || brute_sees(mask, row, key);
+      all[row] = all[row] && brute_sees(mask, row, key);
     }
   }
   check_same_set(mask.rows_of_keys(keys), any);
+  if (!keys.empty()) check_same_set(mask.rows_common_to_keys(keys), all);
 }
 
 void check_mask(const Mask& mask) {
@@ -152,6 +155,10 @@ void test_number_range() {
             for (const long row : {0L, seqlen_q / 2L, seqlen_q - 1L}) {
               const Range seen = intersect(mask.keys_of_row(static_cast<int>(row)), range);
               CHECK(rows.contains(static_cast<int>(row)) == !seen.empty());
+              if (!range.empty()) {
+                const Range common = mask.rows_common_to_keys(range);
+                CHECK(common.contains(static_cast<int>(row)) == (seen.size() == range.size()));
+              }
             }
           }
           for (const int tile : {1, 64, 256}) {
