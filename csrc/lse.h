@@ -18,13 +18,6 @@
 #define NEGINF_HOST_DEVICE inline
 #endif
 
-// Before a loop that mostly takes one turn: unrolled, it would divide to count its turns.
-#if defined(__CUDA_ARCH__)
-#define NEGINF_ROLLED _Pragma("unroll 1")
-#else
-#define NEGINF_ROLLED
-#endif
-
 namespace neginf {
 
 template <typename Real>
@@ -141,21 +134,20 @@ struct Merged {
   }
 };
 
-// The merge by `lanes` lanes that each see the states lane, lane + lanes, ...: reduce_max(x) and
-// reduce_sum(x) give every lane the running_max and the sum of x over all lanes.
-template <typename Real, typename LseOf, typename ReduceMax, typename ReduceSum>
-NEGINF_HOST_DEVICE Merged<Real> merge_by_lanes(int num_states, const LseOf& lse_of, int lane,
-                                               int lanes, const ReduceMax& reduce_max,
+// The merge by lanes that each see some of the states: for_each_state(f) calls f with the Lse of
+// each state of this lane, and reduce_max(x) and reduce_sum(x) give every lane the running_max and
+// the sum of x over all lanes.
+template <typename Real, typename ForEachState, typename ReduceMax, typename ReduceSum>
+NEGINF_HOST_DEVICE Merged<Real> merge_by_lanes(const ForEachState& for_each_state,
+                                               const ReduceMax& reduce_max,
                                                const ReduceSum& reduce_sum) {
   using std::exp;
   Real max = masked_score<Real>();
-  NEGINF_ROLLED
-  for (int s = lane; s < num_states; s += lanes) max = running_max(max, lse_of(s).value());
+  for_each_state([&](BasicLse<Real> lse) { max = running_max(max, lse.value()); });
   max = reduce_max(max);
   const Real shift = softmax_shift(max);
   Real sum = 0;
-  NEGINF_ROLLED
-  for (int s = lane; s < num_states; s += lanes) sum += exp(lse_of(s).value() - shift);
+  for_each_state([&](BasicLse<Real> lse) { sum += exp(lse.value() - shift); });
   const Finalized<Real> merged = finalize(max, reduce_sum(sum), Real(1));
   return {merged.lse, shift, merged.scale};
 }
@@ -164,7 +156,11 @@ NEGINF_HOST_DEVICE Merged<Real> merge_by_lanes(int num_states, const LseOf& lse_
 template <typename Real, typename LseOf>
 NEGINF_HOST_DEVICE Merged<Real> merge(int num_states, const LseOf& lse_of) {
   const auto alone = [](Real x) { return x; };
-  return merge_by_lanes<Real>(num_states, lse_of, 0, 1, alone, alone);
+  return merge_by_lanes<Real>(
+      [&](const auto& use) {
+        for (int s = 0; s < num_states; ++s) use(lse_of(s));
+      },
+      alone, alone);
 }
 
 // Merges the sink, the state (0, sink), into a finished row. sink = -inf changes nothing; a sink

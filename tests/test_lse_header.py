@@ -29,7 +29,7 @@ def compile_and_run(source, program):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["lse", "mask", "sequence", "tiles"])
+@pytest.mark.parametrize("name", ["lse", "mask", "sequence", "swizzle", "tiles"])
 def test_unit(name, tmp_path):
     compile_and_run(CPP / f"{name}_test.cpp", tmp_path / name)
 
@@ -197,7 +197,7 @@ def test_misuse_does_not_compile(name, tmp_path):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "name", ["lse.h", "lse_backward.h", "mask.h", "params.h", "common/sequence.h"]
+    "name", ["lse.h", "lse_backward.h", "mask.h", "params.h", "common/sequence.h", "sm80/swizzle.h"]
 )
 def test_header_stands_alone(name, tmp_path):
     text = f'#include "{name}"\n#include "{name}"\n'

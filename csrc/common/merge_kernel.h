@@ -165,9 +165,14 @@ class HeldStates {
                                   const LaneGroup& group, const LaneGroup& holders) {
     const Lse first = holders.lane < num_states ? lse_partial[holders.lane * stride] : Lse::empty();
     HeldStates states(lse_partial, stride, group, holders, first);
+    const auto for_each_state = [&](const auto& use) {
+    // Mostly one turn: unrolled, the loop would divide to count them.
+#pragma unroll 1
+      for (int s = holders.lane; s < num_states; s += holders.lanes) use(states.lse_of(s));
+    };
     states.merged_ = merge_by_lanes<float>(
-        num_states, [&](int s) { return states.lse_of(s); }, holders.lane, holders.lanes,
-        [&](float x) { return holders.max(x); }, [&](float x) { return holders.sum(x); });
+        for_each_state, [&](float x) { return holders.max(x); },
+        [&](float x) { return holders.sum(x); });
     return states;
   }
 

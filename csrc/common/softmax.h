@@ -39,7 +39,7 @@ __device__ __forceinline__ float reduce_quad(float x, Operator op) {
 
 // score.h for one head of one sequence.
 struct ScoreModifiers {
-  float scale;           // s = raw * scale, raw being what apply() leaves behind
+  float scale;           // s = raw * scale, raw being what these leave behind
   float softcap_factor;  // tanh(q.k * softcap_factor)
   float alibi_factor;    // q.k, or that tanh, to a score in the units of the bias
   float alibi_slope;
@@ -60,20 +60,14 @@ struct ScoreModifiers {
             has_alibi};
   }
 
-  // `scores` is q.k on entry; row_of(r) and key_of(c) are its coordinates in the sequence.
-  template <class Scores, class RowOf, class KeyOf>
-  __device__ __forceinline__ void apply(Scores& scores, const Mask& mask, const RowOf& row_of,
-                                        const KeyOf& key_of) const {
-    if (has_softcap) apply_softcap(scores);
-    if (has_alibi) apply_alibi(scores, mask, row_of, key_of);
-  }
-
+  // `scores` is q.k on entry. First this one, then apply_alibi, each if there is such a thing.
   template <class Scores>
   __device__ __forceinline__ void apply_softcap(Scores& scores) const {
     CUTE_UNROLL
     for (int i = 0; i < size(scores); ++i) scores(i) = tanh_approx(scores(i) * softcap_factor);
   }
 
+  // row_of(r) and key_of(c) are the coordinates in the sequence.
   template <class Scores, class RowOf, class KeyOf>
   __device__ __forceinline__ void apply_alibi(Scores& scores, const Mask& mask, const RowOf& row_of,
                                               const KeyOf& key_of) const {

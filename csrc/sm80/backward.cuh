@@ -13,15 +13,22 @@
 //                | ldmatrix   | ldmatrix     ^ st.shared            | ldmatrix  |          |
 //   registers    '------------'--> S^T, dP^T -' --> P, dS ----------'--> dQ ----'  dK, dV -'
 //
-// Iteration t, with Q and the row statistics in stage t % 2:
+// Iteration t, with Q and the row statistics in stage t % 2. Where tiles of keys x rows are cut
+// both ways (P and dS go through shared memory):
 //
-//   wait, barrier | issue Q(t+1) | S, dP -> P, dS | barrier | dV | barrier, issue dO(t+1) | dK | dQ
-//        |                                           |             |
-//   all warps are past dQ(t-1):              P and dS are      all warps are past dV(t):
-//   the other stage, sP and sdS are free     there             sdO is free
+//   wait, barrier | S, issue Q(t+1), dO(t+1), dP -> P, dS | barrier | dV, dK, dQ
+//        |                                                    |
+//   all warps are past dQ(t-1):                          P and dS are there
+//   the other stage, sP and sdS are free
 //
+// With one stage of dO, a barrier after dV says that sdO is free, and dO(t+1) is issued there.
 // Where each warp owns whole rows of S^T (kKeepsP), P^T and dS^T go from accumulator to operand
-// without shared memory, and only dQ needs sdS.
+// in registers, and only dQ needs sdS:
+//
+//   wait, barrier | issue Q(t+1), dO(t+1), S -> P, dV, dP -> dS, dK | barrier | dQ
+//
+// Registers are what is short: dK and dV alone take half. So shared memory is addressed as
+// swizzle.h says, one register for each kind of operand.
 //
 // Softcap and ALiBi are a second kernel, as in the forward.
 #pragma once
@@ -37,6 +44,7 @@
 #include "../common/softmax.h"
 #include "../kernels.h"
 #include "backward_tile_sizes.h"
+#include "shared_tile.cuh"
 #include "tiles.cuh"
 
 namespace neginf::sm80 {
@@ -103,9 +111,10 @@ struct BackwardTraits {
   static constexpr int kStagesQ = 2;
   static constexpr int kStagesDout = Sizes::kStagesDout;
   static constexpr int kQueryGradParts = Sizes::kQueryGradParts;
-  static constexpr bool kKeepsAddresses = Sizes::kKeepsAddresses;
-  static constexpr bool kKeepsP =
-      Sizes::kScoreWarpsKeys == kWarps && Sizes::kKeyGradWarpsKeys == kWarps;
+  static constexpr int kScoreWarpsKeys = Sizes::kScoreWarpsKeys;
+  static constexpr int kKeyGradWarpsKeys = Sizes::kKeyGradWarpsKeys;
+  static constexpr int kQueryGradWarpsRows = Sizes::kQueryGradWarpsRows;
+  static constexpr bool kKeepsP = kScoreWarpsKeys == kWarps && kKeyGradWarpsKeys == kWarps;
 
   using MmaAtom = std::conditional_t<std::is_same_v<Element, half_t>, SM80_16x8x16_F32F16F16F32_TN,
                                      SM80_16x8x16_F32BF16BF16F32_TN>;
@@ -118,23 +127,22 @@ struct BackwardTraits {
   using KeyGradMma = TiledMmaOf<Sizes::kKeyGradWarpsKeys>;      // (keys, head_dim)
   using QueryGradMma = TiledMmaOf<Sizes::kQueryGradWarpsRows>;  // (rows, head_dim)
 
-  // Rows of 128 or 64 bytes with their 16-byte chunks permuted: no bank conflict for cp.async,
-  // ldmatrix or the epilogue.
-  template <int kColumns>
-  using SmemAtom = std::conditional_t<
-      kColumns % 64 == 0,
-      decltype(composition(Swizzle<3, 3, 3>{}, Layout<Shape<_8, _64>, Stride<_64, _1>>{})),
-      decltype(composition(Swizzle<2, 3, 3>{}, Layout<Shape<_8, _32>, Stride<_32, _1>>{}))>;
-  using HeadAtom = SmemAtom<kHeadDim>;
+  using SharedQ = SharedTile<kBlockM, kHeadDim>;  // also dO
+  using SharedK = SharedTile<kBlockN, kHeadDim>;  // also V
+  using SharedP = SharedTile<kBlockN, kBlockM>;   // also dS; transposed, as S is
+  using ScoreA = OperandA<SharedK, kScoreWarpsKeys>;
+  using ScoreB = OperandB<SharedQ, kWarps / kScoreWarpsKeys>;
+  using ScoreStore = AccumulatorStore<SharedP, kScoreWarpsKeys, kWarps / kScoreWarpsKeys>;
+  using KeyGradA = OperandA<SharedP, kKeyGradWarpsKeys>;
+  using KeyGradB = TransposedOperandB<SharedQ, kWarps / kKeyGradWarpsKeys>;
+  using QueryGradA = TransposedOperandA<SharedP, kQueryGradWarpsRows>;
+  using QueryGradB = TransposedOperandB<SharedK, kWarps / kQueryGradWarpsRows>;
   using QueryTile = Shape<Int<kBlockM>, Int<kHeadDim>>;
   using KeyTile = Shape<Int<kBlockN>, Int<kHeadDim>>;
   using ScoreTile = Shape<Int<kBlockN>, Int<kBlockM>>;
-  using SmemLayoutQ = decltype(tile_to_shape(HeadAtom{}, QueryTile{}));
-  using SmemLayoutK = decltype(tile_to_shape(HeadAtom{}, KeyTile{}));
-  using SmemLayoutP = decltype(tile_to_shape(SmemAtom<kBlockM>{}, ScoreTile{}));
 
-  // 16 bytes per thread along the atom.
-  static constexpr int kThreadsPerRow = size<1>(HeadAtom{}) / 8;
+  // 16 bytes per thread along a column block.
+  static constexpr int kThreadsPerRow = SharedQ::kChunks;
   using GmemThreads = Layout<Shape<Int<kThreads / kThreadsPerRow>, Int<kThreadsPerRow>>,
                              Stride<Int<kThreadsPerRow>, _1>>;
   using GmemLoad =
@@ -142,17 +150,15 @@ struct BackwardTraits {
                                GmemThreads{}, Layout<Shape<_1, _8>>{}));
   using GmemStore = decltype(make_tiled_copy(Copy_Atom<UniversalCopy<uint128_t>, Element>{},
                                              GmemThreads{}, Layout<Shape<_1, _8>>{}));
-  using SmemLoad = Copy_Atom<SM75_U32x4_LDSM_N, Element>;
-  using SmemLoadTransposed = Copy_Atom<SM75_U16x8_LDSM_T, Element>;
   using SmemStore = Copy_Atom<UniversalCopy<uint32_t>, Element>;
 
   struct SharedStorage {
-    alignas(128) Element k[cosize_v<SmemLayoutK>];  // the epilogue puts dK here
-    alignas(128) Element v[cosize_v<SmemLayoutK>];  // and dV here
-    alignas(128) Element q[kStagesQ][cosize_v<SmemLayoutQ>];
-    alignas(128) Element dout[kStagesDout][cosize_v<SmemLayoutQ>];
-    alignas(128) Element p[kKeepsP ? 1 : cosize_v<SmemLayoutP>];
-    alignas(128) Element ds[cosize_v<SmemLayoutP>];
+    alignas(128) Element k[kBlockN * kHeadDim];  // the epilogue puts dK here
+    alignas(128) Element v[kBlockN * kHeadDim];  // and dV here
+    alignas(128) Element q[kStagesQ][kBlockM * kHeadDim];
+    alignas(128) Element dout[kStagesDout][kBlockM * kHeadDim];
+    alignas(128) Element p[kKeepsP ? 1 : kBlockN * kBlockM];
+    alignas(128) Element ds[kBlockN * kBlockM];
     RowStatistics<kBlockM> statistics[kStagesQ];
     KeyWork work;
   };
@@ -176,8 +182,8 @@ struct RowStep {
 template <typename Traits>
 class RowLoader {
   using Element = typename Traits::Element;
+  using Shared = typename Traits::SharedQ;
   static constexpr int kRowsAtATime = Traits::kThreads / Traits::kThreadsPerRow;
-  static constexpr int kColumnsAtATime = 8 * Traits::kThreadsPerRow;
   // A single stage of dO is loaded late, between products that hide the arithmetic.
   static constexpr bool kKeepsDoutPointer = Traits::kStagesDout > 1;
 
@@ -198,7 +204,7 @@ class RowLoader {
     ++step_.tile;
     q_ += Traits::kBlockM * params_.q_strides.row;
     if constexpr (kKeepsDoutPointer) dout_ += Traits::kBlockM * params_.dout_strides.row;
-    find_wanted_rows();
+    find_whether_whole();
   }
 
   // Of the step. Read from global memory an iteration before it is needed.
@@ -206,73 +212,89 @@ class RowLoader {
     return rows_.statistics_of<Traits::kBlockM>(number())->needs_care != 0;
   }
 
-  __device__ __forceinline__ void load_q(Element* shared) const {
+  __device__ __forceinline__ void load_q(const Element* shared) const {
     load(q_, params_.q_strides.row, shared);
   }
 
-  __device__ __forceinline__ void load_dout(Element* shared) const {
+  __device__ __forceinline__ void load_dout(const Element* shared) const {
     const Element* from = kKeepsDoutPointer ? dout_ : pointer(params_.dout, params_.dout_strides);
     load(from, params_.dout_strides.row, shared);
   }
 
-  __device__ __forceinline__ void load_statistics(RowStatistics<Traits::kBlockM>* shared) const {
-    constexpr int kPieces = sizeof(*shared) / sizeof(uint128_t);
+  __device__ __forceinline__ void load_statistics(
+      const RowStatistics<Traits::kBlockM>* shared) const {
+    constexpr int kPieces = sizeof(*shared) / 16;
     static_assert(kPieces <= Traits::kThreads);
     const auto* from = rows_.statistics_of<Traits::kBlockM>(number());
     if (const int piece = thread_index(); piece < kPieces) {
-      SM80_CP_ASYNC_CACHEGLOBAL<uint128_t>::copy(reinterpret_cast<const uint128_t*>(from)[piece],
-                                                 reinterpret_cast<uint128_t*>(shared)[piece]);
+      cp_async_16(cast_smem_ptr_to_uint(shared) + 16 * piece,
+                  reinterpret_cast<const char*>(from) + 16 * piece, true);
     }
   }
 
  private:
-  static __device__ int first_row() { return thread_index() / Traits::kThreadsPerRow; }
-  static __device__ int first_column() { return thread_index() % Traits::kThreadsPerRow * 8; }
+  // Which 16 bytes of a tile are this thread's first.
+  struct Piece {
+    int row;
+    int chunk;
+
+    static __device__ __forceinline__ Piece of_thread() {
+      const int thread = thread_index_again();
+      return {thread / Traits::kThreadsPerRow, thread % Traits::kThreadsPerRow};
+    }
+  };
 
   __device__ int number() const { return step_.number(rows_, work_); }
 
   __device__ __forceinline__ const Element* pointer(const void* tensor,
                                                     const Strides& strides) const {
-    const int64_t row = work_.queries.first_row + step_.tile * Traits::kBlockM + first_row();
+    const Piece mine = Piece::of_thread();
+    const int64_t row = work_.queries.first_row + step_.tile * Traits::kBlockM + mine.row;
     return static_cast<const Element*>(tensor) + work_.keys.index * strides.batch +
-           step_.head * strides.head + row * strides.row + first_column();
+           step_.head * strides.head + row * strides.row + mine.chunk * 8;
   }
 
   __device__ void start_head(int head) {
     step_ = {head, work_.row_tiles.begin};
     q_ = pointer(params_.q, params_.q_strides);
     if constexpr (kKeepsDoutPointer) dout_ = pointer(params_.dout, params_.dout_strides);
-    find_wanted_rows();
+    find_whether_whole();
   }
 
-  // Rows that see no key become 0. Known before the barrier that the loads wait for.
-  __device__ __forceinline__ void find_wanted_rows() {
-    const Range rows = work_.rows_with_keys;
-    const int first = step_.tile * Traits::kBlockM + first_row();
-    wanted_rows_ = 0;
-    CUTE_UNROLL
-    for (int m = 0; m < Traits::kBlockM / kRowsAtATime; ++m) {
-      wanted_rows_ |= rows.contains(first + m * kRowsAtATime) ? 1 << m : 0;
-    }
+  // Known before the barrier that the loads wait for.
+  __device__ __forceinline__ void find_whether_whole() {
+    const int first = step_.tile * Traits::kBlockM;
+    is_whole_ = work_.rows_with_keys.begin <= first &&
+                first + Traits::kBlockM <= work_.rows_with_keys.end &&
+                params_.problem.head_dim == Traits::kHeadDim;
   }
 
+  // Rows that see no key, and what lies past head_dim, become 0.
   __device__ __forceinline__ void load(const Element* from, int64_t row_stride,
-                                       Element* shared) const {
-    typename Traits::GmemLoad load;
-    Tensor target =
-        load.get_slice(thread_index())
-            .partition_D(make_tensor(make_smem_ptr(shared), typename Traits::SmemLayoutQ{}));
-    CUTE_UNROLL
-    for (int m = 0; m < size<1>(target); ++m) {
-      const bool row_wanted = wanted_rows_ & (1 << m);
+                                       const Element* shared) const {
+    const Piece mine = Piece::of_thread();
+    const uint32_t to = cast_smem_ptr_to_uint(shared) + Shared::offset(mine.row, mine.chunk);
+    const int64_t stride = kRowsAtATime * row_stride;
+    if (is_whole_) {
       CUTE_UNROLL
-      for (int k = 0; k < size<2>(target); ++k) {
-        const bool wanted =
-            row_wanted && first_column() + k * kColumnsAtATime < params_.problem.head_dim;
-        Tensor source =
-            make_tensor(make_gmem_ptr(from + m * kRowsAtATime * row_stride + k * kColumnsAtATime),
-                        Layout<Shape<_8>>{});
-        copy(load.with(wanted), source, target(_, m, k));
+      for (int r = 0; r < Traits::kBlockM; r += kRowsAtATime, from += stride) {
+        CUTE_UNROLL
+        for (int b = 0; b < Shared::kBlocks; ++b) {
+          cp_async_16(to + r * Shared::kRowBytes + b * Shared::kBlockBytes,
+                      from + b * Shared::kWidth, true);
+        }
+      }
+    } else {
+      const Range wanted = work_.rows_with_keys;
+      CUTE_NO_UNROLL
+      for (int r = 0; r < Traits::kBlockM; r += kRowsAtATime, from += stride) {
+        const bool row_wanted = wanted.contains(step_.tile * Traits::kBlockM + mine.row + r);
+        CUTE_UNROLL
+        for (int b = 0; b < Shared::kBlocks; ++b) {
+          const int column = mine.chunk * 8 + b * Shared::kWidth;
+          cp_async_16(to + r * Shared::kRowBytes + b * Shared::kBlockBytes,
+                      from + b * Shared::kWidth, row_wanted && column < params_.problem.head_dim);
+        }
       }
     }
   }
@@ -283,7 +305,7 @@ class RowLoader {
   RowStep step_;
   const Element* q_;
   const Element* dout_;
-  unsigned wanted_rows_;  // bit m: the row of this thread's m-th piece
+  bool is_whole_;  // every row sees a key and head_dim is kHeadDim: loads need no predicates
 };
 
 template <typename Traits, typename Element>
@@ -302,7 +324,7 @@ __device__ __forceinline__ void load_keys(const void* tensor, const Strides& str
   using Element = typename Traits::Element;
   const int first_key = work.keys.first_row;
   load_tile<Traits>(keys_of_work<Traits>(static_cast<const Element*>(tensor), strides, work),
-                    make_tensor(make_smem_ptr(shared), typename Traits::SmemLayoutK{}),
+                    make_tensor(make_smem_ptr(shared), typename Traits::SharedK::Layout{}),
                     {work.visible_keys.begin - first_key, work.visible_keys.end - first_key},
                     head_dim);
 }
@@ -327,8 +349,8 @@ struct CarefulRows {
     return r < rows_left && (lse[r].is_empty() || lse[r].value() != lse[r].value());
   }
 
-  // Without contraction: s must be rounded as the Lse was. A row that is empty though the mask shows
-  // it keys has had its q cleared, so its scores are no longer -inf.
+  // Without contraction: s must be rounded as the Lse was. A row that is empty though the mask
+  // shows it keys has had its q cleared, so its scores are no longer -inf.
   __device__ float probability(int r, float raw, float scale) const {
     if (r >= rows_left) return Divisor::out_of_bounds().probability(0.f);
     return lse[r].is_empty() ? 0.f : Divisor::of(lse[r]).probability(__fmul_rn(raw, scale));
@@ -339,8 +361,8 @@ template <typename Traits>
 __device__ __noinline__ void clear_careful_rows(CarefulRows rows, typename Traits::Element* q,
                                                 typename Traits::Element* dout) {
   using Element = typename Traits::Element;
-  Tensor sQ = make_tensor(make_smem_ptr(q), typename Traits::SmemLayoutQ{});
-  Tensor sdO = make_tensor(make_smem_ptr(dout), typename Traits::SmemLayoutQ{});
+  Tensor sQ = make_tensor(make_smem_ptr(q), typename Traits::SharedQ::Layout{});
+  Tensor sdO = make_tensor(make_smem_ptr(dout), typename Traits::SharedQ::Layout{});
   for (int i = thread_index(); i < Traits::kBlockM * Traits::kHeadDim; i += Traits::kThreads) {
     const int r = i / Traits::kHeadDim;
     if (!rows.must_clear(r)) continue;
@@ -411,64 +433,71 @@ __device__ __forceinline__ auto as_rows_and_keys(Fragment& fragment) {
   return make_tensor(fragment.data(), select<1, 0>(rows_and_columns(fragment.layout())));
 }
 
-// A tile in shared memory with its modes exchanged.
-template <class Tile>
-__device__ __forceinline__ auto transposed(const Tile& tile) {
-  const auto rows = size<0>(tile.layout());
-  const auto columns = size<1>(tile.layout());
-  return make_tensor(tile.data(), composition(tile.layout(), make_layout(make_shape(columns, rows),
-                                                                         make_stride(rows, _1{}))));
-}
-
-// The compiler keeps what it computes from the thread's index in registers for the whole loop, and
-// where there are too few it spills instead of computing again.
+// Where this lane finds operands in shared memory: in stage 0, and in K, Q, dS rather than their
+// twins V, dO, P, which lie at a constant distance.
 template <typename Traits>
-__device__ __forceinline__ int thread_for_addresses() {
-  return Traits::kKeepsAddresses ? thread_index() : thread_index_again();
+struct OperandAddresses {
+  uint32_t k;             // A of S^T
+  uint32_t q;             // B of S^T
+  uint32_t ds;            // A of dK
+  uint32_t q_transposed;  // B of dK
+
+  __device__ __forceinline__ explicit OperandAddresses(
+      const typename Traits::SharedStorage& shared) {
+    const int lane = thread_index() % 32;
+    const int warp = thread_index() / 32;
+    constexpr int kScoreKeys = Traits::kScoreWarpsKeys;
+    constexpr int kGradKeys = Traits::kKeyGradWarpsKeys;
+    k = cast_smem_ptr_to_uint(shared.k) + Traits::ScoreA::begin(lane, warp % kScoreKeys);
+    q = cast_smem_ptr_to_uint(shared.q) + Traits::ScoreB::begin(lane, warp / kScoreKeys);
+    ds = cast_smem_ptr_to_uint(shared.ds) + Traits::KeyGradA::begin(lane, warp % kGradKeys);
+    q_transposed =
+        cast_smem_ptr_to_uint(shared.q) + Traits::KeyGradB::begin(lane, warp / kGradKeys);
+  }
+
+  // What the compiler makes of them is not kept across iterations.
+  __device__ __forceinline__ void forget_all() {
+    forget(k);
+    forget(q);
+    forget(ds);
+    forget(q_transposed);
+  }
+};
+
+// The others are made anew where they are used: registers are short, and there latency is not.
+
+// Where the accumulator of a tile like dS^T goes.
+template <typename Traits>
+__device__ __forceinline__ uint32_t score_store_address(const typename Traits::Element* tile) {
+  const int thread = thread_index_again();
+  const int warp = thread / 32;
+  constexpr int kKeys = Traits::kScoreWarpsKeys;
+  return cast_smem_ptr_to_uint(tile) +
+         Traits::ScoreStore::begin(thread % 32, warp % kKeys, warp / kKeys);
 }
 
-// accumulator += A B^T, A (m, k) and B (n, k) in shared memory. An operand whose k runs along the
-// rows of its tile is loaded with ldmatrix.trans.
-template <class TiledMma, class Accumulator, class A, class B, class LoadA, class LoadB>
-__device__ __forceinline__ void multiply_shared(const TiledMma& mma, Accumulator& accumulator,
-                                                const A& a, const B& b, const LoadA& load_atom_a,
-                                                const LoadB& load_atom_b, int thread) {
-  using Element = typename A::value_type;
-  auto load_a = make_tiled_copy_A(load_atom_a, mma);
-  auto load_b = make_tiled_copy_B(load_atom_b, mma);
-  auto thread_a = load_a.get_slice(thread);
-  auto thread_b = load_b.get_slice(thread);
-  Tensor from_a = thread_a.partition_S(a);
-  Tensor from_b = thread_b.partition_S(b);
-  Tensor fragment_a = make_tensor<Element>(partition_shape_A(mma, shape(a)));
-  Tensor fragment_b = make_tensor<Element>(partition_shape_B(mma, shape(b)));
-  Tensor to_a = thread_a.retile_D(fragment_a);
-  Tensor to_b = thread_b.retile_D(fragment_b);
-  multiply(mma, accumulator, fragment_a, fragment_b, [&](int k) {
-    copy(load_a, from_a(_, _, k), to_a(_, _, k));
-    copy(load_b, from_b(_, _, k), to_b(_, _, k));
-  });
-}
+// The operands of dQ.
+template <typename Traits>
+struct QueryGradAddresses {
+  uint32_t ds_transposed;  // A
+  uint32_t k_transposed;   // B
 
-// The same with A an accumulator that was rounded to Element.
-template <class TiledMma, class Accumulator, class A, class B, class LoadB>
-__device__ __forceinline__ void multiply_registers(const TiledMma& mma, Accumulator& accumulator,
-                                                   const A& rounded, const B& b,
-                                                   const LoadB& load_atom_b) {
-  auto load_b = make_tiled_copy_B(load_atom_b, mma);
-  auto thread_b = load_b.get_slice(thread_index());
-  Tensor from_b = thread_b.partition_S(b);
-  Tensor fragment_a = make_tensor(rounded.data(), accumulator_as_operand(rounded.layout()));
-  Tensor fragment_b = make_tensor<typename B::value_type>(partition_shape_B(mma, shape(b)));
-  Tensor to_b = thread_b.retile_D(fragment_b);
-  multiply(mma, accumulator, fragment_a, fragment_b,
-           [&](int k) { copy(load_b, from_b(_, _, k), to_b(_, _, k)); });
-}
+  __device__ __forceinline__ explicit QueryGradAddresses(
+      const typename Traits::SharedStorage& shared) {
+    const int thread = thread_index_again();
+    const int lane = thread % 32;
+    const int warp = thread / 32;
+    constexpr int kRows = Traits::kQueryGradWarpsRows;
+    ds_transposed =
+        cast_smem_ptr_to_uint(shared.ds) + Traits::QueryGradA::begin(lane, warp % kRows);
+    k_transposed = cast_smem_ptr_to_uint(shared.k) + Traits::QueryGradB::begin(lane, warp / kRows);
+  }
+};
 
 template <typename Traits, class TiledMma, class Rounded, class Shared>
 __device__ __forceinline__ void store_accumulator(const Rounded& rounded, const Shared& shared) {
   auto store = make_tiled_copy_C(typename Traits::SmemStore{}, TiledMma{});
-  auto thread = store.get_slice(thread_index_again());
+  auto thread = store.get_slice(thread_index());
   copy(store, thread.retile_S(rounded), thread.partition_D(shared));
 }
 
@@ -524,7 +553,7 @@ __device__ __forceinline__ void add_query_gradient(const BackwardRows& rows, con
                                                       (Traits::kBlockM * Traits::kHeadDim)),
                           QueryGradLayout<Traits>{});
   typename Traits::QueryGradMma mma;
-  Tensor tQgQ = mma.get_slice(thread_for_addresses<Traits>())
+  Tensor tQgQ = mma.get_slice(thread_index_again())
                     .partition_C(local_tile(dq, Shape<Int<Traits::kBlockM>, Columns>{},
                                             make_coord(_0{}, part)));
   CUTE_UNROLL
@@ -549,21 +578,67 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
   int steps_left = work.row_tiles.size() * work.group;
   if (steps_left == 0) return;
 
-  Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::SmemLayoutK{});
-  Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::SmemLayoutK{});
-  Tensor sP = make_tensor(make_smem_ptr(shared.p), typename Traits::SmemLayoutP{});
-  Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::SmemLayoutP{});
   typename Traits::ScoreMma score_mma;
   typename Traits::KeyGradMma key_grad_mma;
   typename Traits::QueryGradMma query_grad_mma;
-  const typename Traits::SmemLoad load;
-  const typename Traits::SmemLoadTransposed load_transposed;
+
+  OperandAddresses<Traits> at(shared);
+  constexpr uint32_t kTileOfRows = sizeof(shared.q[0]);
+  constexpr uint32_t kFromKToV = sizeof(shared.k);
+  constexpr uint32_t kFromQToDout = sizeof(shared.q);
+  constexpr uint32_t kFromDsToP = sizeof(shared.p);  // backwards
 
   Tensor tScS = score_mma.get_slice(thread_index())
                     .partition_C(make_identity_tensor(typename Traits::ScoreTile{}));
   Tensor coordinates = make_tensor(tScS.data(), select<1, 0>(rows_and_columns(tScS.layout())));
   const auto row_in_tile = [&](int r) { return get<1>(coordinates(r, 0)); };
   const auto key_of = [&](int c) { return work.keys.first_row + get<0>(coordinates(0, c)); };
+
+  constexpr int kScoreKeys = Traits::kScoreWarpsKeys;
+  constexpr int kScoreRows = Traits::kWarps / kScoreKeys;
+  constexpr int kScoreM = kBlockN / (16 * kScoreKeys);
+  constexpr int kScoreN = kBlockM / (16 * kScoreRows);
+  // accumulator (keys, rows) += A B^T over head_dim.
+  const auto multiply_scores = [&](auto& accumulator, uint32_t a_address, uint32_t b_address) {
+    multiply_stepwise<Traits::kHeadDim / 16, kScoreN, kScoreM>(
+        score_mma, accumulator,
+        [&](int m, int k, uint32_t (&a)[4]) { ldmatrix(a, Traits::ScoreA::at(a_address, m, k)); },
+        [&](int n, int k, uint32_t (&b)[4]) { ldmatrix(b, Traits::ScoreB::at(b_address, n, k)); });
+  };
+  const auto store_scores = [&](const auto& rounded, uint32_t address) {
+    Tensor words = recast<uint32_t>(rounded);  // ((1, 2), kScoreM, 2 * kScoreN)
+    CUTE_UNROLL
+    for (int i = 0; i < size(words); ++i) {
+      const int m = i / 2 % kScoreM;
+      const int n = i / (2 * kScoreM);
+      store_shared(Traits::ScoreStore::at(address, m, i % 2, n), words(i));
+    }
+  };
+  constexpr int kGradKeys = Traits::kKeyGradWarpsKeys;
+  constexpr int kGradColumns = Traits::kWarps / kGradKeys;
+  const auto load_scores = [&](uint32_t address) {
+    return [address](int m, int k, uint32_t (&a)[4]) {
+      ldmatrix(a, Traits::KeyGradA::at(address, m, k));
+    };
+  };
+  // An accumulator of scores that is an operand as it is.
+  const auto load_operand = [&](const auto& rounded) {
+    Tensor operand = recast<uint32_t>(
+        make_tensor(rounded.data(), accumulator_as_operand(rounded.layout())));  // (4, M, K)
+    return [operand](int m, int k, uint32_t (&a)[4]) {
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) a[i] = operand(i, m, k);
+    };
+  };
+  // accumulator (keys, head_dim) += A B over rows.
+  const auto multiply_key_gradient = [&](auto& accumulator, const auto& load_a,
+                                         uint32_t b_address) {
+    multiply_stepwise<kBlockM / 16, Traits::kHeadDim / (16 * kGradColumns),
+                      kBlockN / (16 * kGradKeys)>(
+        key_grad_mma, accumulator, load_a, [&](int n, int k, uint32_t (&b)[4]) {
+          ldmatrix_transposed(b, Traits::KeyGradB::at(b_address, n, k));
+        });
+  };
 
   RowLoader<Traits> loader(params, rows, work);
   int stage = 0;
@@ -580,8 +655,9 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
     const bool has_next = steps_left > 1;
     const int first_row = step.tile * kBlockM;
     Element* const dout = shared.dout[kSingleDout ? 0 : stage];
-    Tensor sQ = make_tensor(make_smem_ptr(shared.q[stage]), typename Traits::SmemLayoutQ{});
-    Tensor sdO = make_tensor(make_smem_ptr(dout), typename Traits::SmemLayoutQ{});
+    const uint32_t q_stage = stage * kTileOfRows;
+    const uint32_t dout_stage = kFromQToDout + (kSingleDout ? 0 : q_stage);
+    at.forget_all();
 
     if (has_next) loader.advance();
     const bool masked = !work.unmasked_tiles.contains(step.tile);
@@ -607,12 +683,11 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
 
     Tensor tSrS = partition_fragment_C(score_mma, typename Traits::ScoreTile{});
     clear(tSrS);
-    multiply_shared(score_mma, tSrS, sK, sQ, load, load, thread_for_addresses<Traits>());
+    multiply_scores(tSrS, at.k, at.q + q_stage);
     Tensor tPrP = partition_fragment_C(score_mma, typename Traits::ScoreTile{});  // dP^T
     const auto multiply_dout = [&] {
       clear(tPrP);
-      multiply_shared(score_mma, tPrP, sV, sdO, load, load,
-                      Traits::kKeepsP ? thread_index_again() : thread_for_addresses<Traits>());
+      multiply_scores(tPrP, at.k + kFromKToV, at.q + dout_stage);
     };
     // One long phase of products is better than two, where there are registers for it. It hides the
     // loads, too.
@@ -643,10 +718,10 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
       to_probabilities(p, shared.statistics[stage].divisor, row_in_tile, scale * kLog2e);
     }
     if constexpr (Traits::kKeepsP) {
-      multiply_registers(key_grad_mma, tVrV, convert<Element>(tSrS), transposed(sdO),
-                         load_transposed);
+      multiply_key_gradient(tVrV, load_operand(convert<Element>(tSrS)),
+                            at.q_transposed + dout_stage);
     } else {
-      store_accumulator<Traits, typename Traits::ScoreMma>(convert<Element>(tSrS), sP);
+      store_scores(convert<Element>(tSrS), score_store_address<Traits>(shared.p));
     }
 
     if constexpr (Traits::kKeepsP) multiply_dout();
@@ -660,15 +735,14 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
     }
     if (careful) drop_weightless_keys(ds, p);
     Tensor rounded_ds = convert<Element>(tPrP);
-    store_accumulator<Traits, typename Traits::ScoreMma>(rounded_ds, sdS);
+    store_scores(rounded_ds, score_store_address<Traits>(shared.ds));
 
     if constexpr (Traits::kKeepsP) {
-      multiply_registers(key_grad_mma, tKrK, rounded_ds, transposed(sQ), load_transposed);
+      multiply_key_gradient(tKrK, load_operand(rounded_ds), at.q_transposed + q_stage);
       __syncthreads();
     } else {
       __syncthreads();
-      multiply_shared(key_grad_mma, tVrV, sP, transposed(sdO), load, load_transposed,
-                      thread_for_addresses<Traits>());
+      multiply_key_gradient(tVrV, load_scores(at.ds - kFromDsToP), at.q_transposed + dout_stage);
       if constexpr (kSingleDout) __syncthreads();
     }
     if constexpr (kSingleDout) {
@@ -676,20 +750,26 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
       cp_async_fence();
     }
     if constexpr (!Traits::kKeepsP) {
-      multiply_shared(key_grad_mma, tKrK, sdS, transposed(sQ), load, load_transposed,
-                      thread_for_addresses<Traits>());
+      multiply_key_gradient(tKrK, load_scores(at.ds), at.q_transposed + q_stage);
     }
 
     const auto order = OrderedAdds::of(params, rows, work, step, kBlockN);
+    const QueryGradAddresses<Traits> at_query(shared);
     // In parts, so that the adds of one overlap the products of the next.
     for_each(make_int_sequence<Traits::kQueryGradParts>{}, [&](auto part) {
       using Columns = Int<Traits::kHeadDim / Traits::kQueryGradParts>;
       Tensor tQrQ = partition_fragment_C(query_grad_mma, Shape<Int<kBlockM>, Columns>{});  // dQ
       clear(tQrQ);
-      multiply_shared(
-          query_grad_mma, tQrQ, transposed(sdS),
-          local_tile(transposed(sK), Shape<Columns, Int<kBlockN>>{}, make_coord(part, _0{})),
-          load_transposed, load_transposed, thread_index_again());
+      constexpr int kWarpsRows = Traits::kQueryGradWarpsRows;
+      constexpr int kN = Columns{} / (16 * (Traits::kWarps / kWarpsRows));
+      multiply_stepwise<kBlockN / 16, kN, kBlockM / (16 * kWarpsRows)>(
+          query_grad_mma, tQrQ,
+          [&](int m, int k, uint32_t (&a)[4]) {
+            ldmatrix_transposed(a, Traits::QueryGradA::at(at_query.ds_transposed, m, k));
+          },
+          [&](int n, int k, uint32_t (&b)[4]) {
+            ldmatrix_transposed(b, Traits::QueryGradB::at(at_query.k_transposed, part * kN + n, k));
+          });
       if (part == 0) order.wait();
       add_query_gradient<Traits, Columns>(rows, work, step, part, tQrQ);
     });
@@ -716,7 +796,7 @@ __device__ __forceinline__ void store_key_gradient(void* tensor, const Strides& 
     const int key = work.keys.first_row + get<0>(tKcK(i));
     gradient(i) = work.visible_keys.contains(key) ? gradient(i) * scale : 0.f;
   }
-  Tensor sG = make_tensor(make_smem_ptr(shared), typename Traits::SmemLayoutK{});
+  Tensor sG = make_tensor(make_smem_ptr(shared), typename Traits::SharedK::Layout{});
   store_accumulator<Traits, typename Traits::KeyGradMma>(convert<Element>(gradient), sG);
   __syncthreads();
 
@@ -789,8 +869,9 @@ void run_backward(const BackwardParams<float>& params) {
   using Tiles = BackwardTiles<kHeadDim>;
   using Large = BackwardTraits<Element, kHeadDim, typename Tiles::Large, false>;
   using Small = BackwardTraits<Element, kHeadDim, typename Tiles::Small, false>;
-  using ModifiesScores = BackwardTraits<Element, kHeadDim, typename Tiles::Small, true>;
+  using ModifiesScores = BackwardTraits<Element, kHeadDim, typename Tiles::ModifiesScores, true>;
   static_assert(sizeof(typename Small::SharedStorage) <= 99 * 1024);
+  static_assert(sizeof(typename ModifiesScores::SharedStorage) <= 99 * 1024);
   if (params.problem.softcap != 0.f || params.problem.alibi_slopes != nullptr) {
     run_tiles<ModifiesScores>(params);
   } else if (sizeof(typename Large::SharedStorage) <= max_shared_memory()) {

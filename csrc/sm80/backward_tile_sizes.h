@@ -1,9 +1,10 @@
 // Tile sizes of the sm80 backward, with the measurements that chose them: H200, bf16, 16k tokens,
-// hidden 2048, 4k, full, TFLOP/s of the main kernel. Rows of one column block were measured in one
-// run; "atom" before dQ was added by red instead of atom. Warps: along the keys of S^T, the keys of
-// dK and dV, the rows of dQ.
+// hidden 2048, 4k, full, TFLOP/s of the main kernel, at three times: "atom" before dQ was added by
+// red instead of atom, "walk" once pointers walked over the row tiles. Operands were addressed by
+// CuTe then; with addresses as in swizzle.h nothing was measured yet. Warps: along the keys of S^T,
+// the keys of dK and dV, the rows of dQ.
 //
-//   head_dim  rows x keys  warps     dO stages, dQ parts   atom  red  final
+//   head_dim  rows x keys  warps     dO stages, dQ parts   atom  red  walk
 //   64        32 x 128     4: 4 4 2  2, 1                  264   285  285
 //   64        32 x 128     4: 4 4 2  2, 2                             288
 //   64        32 x 128     4: 4 4 2  1, 1                        272
@@ -34,16 +35,15 @@
 //   256       32 x 64      8: 4 2 2  2, 1                        199
 //
 // What bounds them is the latency of a warp that has one neighbour on its scheduler, then shared
-// memory. So d64 keeps P in registers and runs two CTAs; from d96 on keys x rows is cut both ways,
-// which reads each fragment less often. Parts of dQ pay where its adds are many: at d256 they took
-// a quarter of the time.
+// memory. So d64 keeps P in registers and runs two CTAs; the large tiles from d96 on cut keys x
+// rows both ways, which reads each fragment less often. Parts of dQ pay where its adds are many: at
+// d256 they took a quarter of the time.
 #pragma once
 
 namespace neginf::sm80 {
 
 template <int kBlockM_, int kBlockN_, int kWarps_, int kScoreWarpsKeys_, int kKeyGradWarpsKeys_,
-          int kQueryGradWarpsRows_, int kStagesDout_, int kQueryGradParts_,
-          bool kKeepsAddresses_ = true>
+          int kQueryGradWarpsRows_, int kStagesDout_, int kQueryGradParts_>
 struct BackwardSizes {
   static constexpr int kBlockM = kBlockM_;  // query rows
   static constexpr int kBlockN = kBlockN_;  // keys
@@ -53,43 +53,47 @@ struct BackwardSizes {
   static constexpr int kKeyGradWarpsKeys = kKeyGradWarpsKeys_;      // dK, dV: (keys, head_dim)
   static constexpr int kQueryGradWarpsRows = kQueryGradWarpsRows_;  // dQ: (rows, head_dim)
   static constexpr int kStagesDout = kStagesDout_;
-  static constexpr int kQueryGradParts = kQueryGradParts_;   // of the columns of dQ, in turn
-  static constexpr bool kKeepsAddresses = kKeepsAddresses_;  // in registers; false: spills else
+  static constexpr int kQueryGradParts = kQueryGradParts_;  // of the columns of dQ, in turn
 };
 
-// Large: where shared memory allows it, without softcap and ALiBi. Small: elsewhere; fits the 99 KB
-// of sm86, sm89 and sm120.
+// Large: where shared memory allows it. Small: elsewhere; fits the 99 KB of sm86, sm89 and sm120.
+// ModifiesScores: with softcap and ALiBi, which want another tile of registers; small as well.
 template <int kHeadDim>
 struct BackwardTiles;
 
 template <>
 struct BackwardTiles<64> {
-  using Large = BackwardSizes<32, 128, 4, 4, 4, 2, 2, 2>;
+  using Large = BackwardSizes<32, 128, 4, 4, 4, 2, 2, 2>;  // 57 KB
   using Small = Large;
+  using ModifiesScores = BackwardSizes<64, 64, 4, 4, 4, 2, 2, 1>;
 };
 
 template <>
 struct BackwardTiles<96> {
-  using Large = BackwardSizes<64, 64, 4, 2, 2, 2, 2, 1>;
+  using Large = BackwardSizes<64, 64, 4, 2, 2, 2, 2, 1>;  // 89 KB
   using Small = Large;
+  using ModifiesScores = Large;
 };
 
 template <>
 struct BackwardTiles<128> {
-  using Large = BackwardSizes<64, 128, 8, 4, 4, 2, 2, 1>;  // 161 KB
-  using Small = BackwardSizes<64, 64, 4, 4, 4, 2, 1, 1>;   // 89 KB
+  using Large = BackwardSizes<64, 128, 8, 4, 4, 2, 2, 1>;  // 161 KB, as much as sm80 has
+  using Small = BackwardSizes<32, 64, 4, 4, 4, 2, 2, 1>;   // 69 KB
+  using ModifiesScores = Small;
 };
 
 template <>
 struct BackwardTiles<192> {
   using Large = BackwardSizes<64, 64, 8, 2, 2, 2, 2, 1>;  // 161 KB
   using Small = BackwardSizes<32, 32, 4, 2, 2, 2, 2, 1>;
+  using ModifiesScores = Small;
 };
 
 template <>
 struct BackwardTiles<256> {
-  using Large = BackwardSizes<64, 64, 8, 4, 2, 2, 1, 2, false>;  // 177 KB
+  using Large = BackwardSizes<64, 64, 8, 4, 2, 2, 1, 2>;  // 177 KB: sm90 and newer
   using Small = BackwardSizes<32, 32, 4, 2, 2, 2, 1, 1>;
+  using ModifiesScores = Small;
 };
 
 }  // namespace neginf::sm80

@@ -36,7 +36,7 @@
 #include "../common/softmax.h"
 #include "../kernels.h"
 #include "forward_tile_sizes.h"
-#include "forward_tiles.cuh"
+#include "shared_tile.cuh"
 #include "tiles.cuh"
 
 namespace neginf::sm80 {
@@ -300,15 +300,14 @@ __device__ __forceinline__ void mainloop(const ForwardParams<float>& params, con
   typename Traits::TiledMma mma;
   Tensor output = make_tensor(tOrO.data(), rows_and_columns(tOrO.layout()));
 
-  // What ldmatrix wants of each lane. Q and V: row l % 16, chunk l / 16. K, whose row is the column
-  // of S: the other way round.
+  using OperandQ = OperandA<SharedQ, Traits::kWarps>;
+  using OperandK = OperandB<SharedKV, 1>;
+  using OperandV = TransposedOperandB<SharedKV, 1>;
   const int lane = thread_index() % 32;
   const int warp = thread_index() / 32;
-  uint32_t q_address =
-      cast_smem_ptr_to_uint(shared.q) + SharedQ::offset(warp * 16 + lane % 16, lane / 16);
-  uint32_t k_address =
-      cast_smem_ptr_to_uint(shared.k) + SharedKV::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  uint32_t v_address = cast_smem_ptr_to_uint(shared.v) + SharedKV::offset(lane % 16, lane / 16);
+  uint32_t q_address = cast_smem_ptr_to_uint(shared.q) + OperandQ::begin(lane, warp);
+  uint32_t k_address = cast_smem_ptr_to_uint(shared.k) + OperandK::begin(lane, 0);
+  uint32_t v_address = cast_smem_ptr_to_uint(shared.v) + OperandV::begin(lane, 0);
 
   const auto k_load = [&](int tile) __attribute__((always_inline)) {
     return KeyLoad<Traits>(work.keys, params.k_strides.row, shared.k, work, tile * kBlockN);
@@ -344,12 +343,8 @@ __device__ __forceinline__ void mainloop(const ForwardParams<float>& params, con
     forget(k_address);
     multiply_stepwise<kHeadDim / 16, kBlockN / 16, kM>(
         mma, tSrS,
-        [&](int m, int k, uint32_t (&a)[4]) {
-          ldmatrix(a, SharedQ::move(q_address, m * 16 * Traits::kWarps, 2 * k));
-        },
-        [&](int n, int k, uint32_t (&b)[4]) {
-          ldmatrix(b, SharedKV::move(k_address, n * 16, 2 * k));
-        });
+        [&](int m, int k, uint32_t (&a)[4]) { ldmatrix(a, OperandQ::at(q_address, m, k)); },
+        [&](int n, int k, uint32_t (&b)[4]) { ldmatrix(b, OperandK::at(k_address, n, k)); });
 
     Tensor scores = make_tensor(tSrS.data(), rows_and_columns(tSrS.layout()));
     if constexpr (masked || Traits::kModifiesScores) {
@@ -396,7 +391,7 @@ __device__ __forceinline__ void mainloop(const ForwardParams<float>& params, con
           for (int i = 0; i < 4; ++i) a[i] = operand(i, m, k);
         },
         [&](int n, int k, uint32_t (&b)[4]) {
-          ldmatrix_transposed(b, SharedKV::move(v_address, k * 16, 2 * n));
+          ldmatrix_transposed(b, OperandV::at(v_address, n, k));
         });
   };
 

@@ -1,5 +1,5 @@
-// What the sm80 kernels share: tensors seen the way a step needs them, a pipelined product of tiles
-// in shared memory, and the predicated load of a tile.
+// Pieces of the sm80 kernels in CuTe: accumulators seen the way a step needs them, and the
+// predicated load and store of a tile.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -36,20 +36,6 @@ __device__ __forceinline__ auto convert(const Fragment& from) {
   recast<cutlass::Array<Element, kSize>>(to)(0) =
       converter(recast<const cutlass::Array<float, kSize>>(from)(0));
   return to;
-}
-
-// accumulator += A B, where load(k) brings k-block k of the operands into registers, one block
-// ahead of the mma that reads it.
-template <class TiledMma, class Accumulator, class A, class B, class Load>
-__device__ __forceinline__ void multiply(const TiledMma& mma, Accumulator& accumulator, const A& a,
-                                         const B& b, const Load& load) {
-  constexpr int kBlocks = decltype(size<2>(a))::value;
-  load(0);
-  CUTE_UNROLL
-  for (int k = 0; k < kBlocks; ++k) {
-    if (k + 1 < kBlocks) load(k + 1);
-    gemm(mma, a(_, _, k), b(_, _, k), accumulator);
-  }
 }
 
 // CuTe computes coordinates in the type of the thread's index. An unsigned one compares wrongly

@@ -156,21 +156,24 @@ void test_merge() {
 // learn its sum, once with the maximum and the sum of all. Returns what the last lane gets.
 template <typename Real>
 Merged<Real> merge_by(int lanes, std::initializer_list<BasicLse<Real>> states) {
-  const auto state = [&](int s) { return states.begin()[s]; };
-  const int count = static_cast<int>(states.size());
+  const auto states_of = [&](int lane) {
+    return [&states, lane, lanes](const auto& use) {
+      for (size_t s = lane; s < states.size(); s += lanes) use(states.begin()[s]);
+    };
+  };
   Real max = masked_score<Real>();
   for (int lane = 0; lane < lanes; ++lane) {
     const auto learn = [&](Real x) { return max = running_max(max, x); };
-    merge_by_lanes<Real>(count, state, lane, lanes, learn, [](Real x) { return x; });
+    merge_by_lanes<Real>(states_of(lane), learn, [](Real x) { return x; });
   }
   const auto reduce_max = [&](Real) { return max; };
   Real sum = 0;
   for (int lane = 0; lane < lanes; ++lane) {
     const auto learn = [&](Real x) { return sum += x; };
-    merge_by_lanes<Real>(count, state, lane, lanes, reduce_max, learn);
+    merge_by_lanes<Real>(states_of(lane), reduce_max, learn);
   }
   const auto reduce_sum = [&](Real) { return sum; };
-  return merge_by_lanes<Real>(count, state, lanes - 1, lanes, reduce_max, reduce_sum);
+  return merge_by_lanes<Real>(states_of(lanes - 1), reduce_max, reduce_sum);
 }
 
 // Sharing the work among lanes, also more lanes than states, changes nothing but the order of sums.

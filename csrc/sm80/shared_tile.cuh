@@ -10,39 +10,20 @@
 #include <cstdint>
 #include <cute/tensor.hpp>
 
+#include "swizzle.h"
+
 namespace neginf::sm80 {
 
 using namespace cute;
 
-// A tile of kRows x kHeadDim elements of 2 bytes in shared memory, 128-byte aligned: column blocks
-// kWidth wide, one after the other, each with kRows rows. The 16-byte chunks of a row are permuted
-// (chunk ^= a function of the row), so that eight rows of one chunk, or a row, meet no bank twice.
-template <int kRows, int kHeadDim>
-struct SharedTile {
-  static constexpr int kTileRows = kRows;
-  static constexpr int kWidth = kHeadDim % 64 == 0 ? 64 : 32;
-  static constexpr int kChunks = kWidth / 8;  // of 16 bytes, per row of a column block
-  static constexpr int kRowBytes = kWidth * 2;
-  static constexpr int kBlocks = kHeadDim / kWidth;
-  static constexpr int kBlockBytes = kRows * kRowBytes;
-
-  // The same layout for CuTe.
+// A SwizzledTile with the same layout for CuTe.
+template <int kRows, int kColumns>
+struct SharedTile : SwizzledTile<kRows, kColumns> {
+  static constexpr int kWidth = SwizzledTile<kRows, kColumns>::kWidth;
   using Layout = decltype(tile_to_shape(
       composition(Swizzle<kWidth == 64 ? 3 : 2, 3, 3>{},
                   cute::Layout<Shape<_8, Int<kWidth>>, Stride<Int<kWidth>, _1>>{}),
-      Shape<Int<kRows>, Int<kHeadDim>>{}));
-
-  // Of (row, chunk) in the first column block.
-  static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
-    const int permuted = chunk ^ (kWidth == 64 ? row % 8 : row / 2 % 4);
-    return row * kRowBytes + permuted * 16;
-  }
-
-  // From the address of (row, chunk), chunk < 2, to that of (row + rows, chunk + chunks), where
-  // rows is a multiple of 8 and chunks even.
-  static __device__ __forceinline__ uint32_t move(uint32_t address, int rows, int chunks) {
-    return (address ^ (chunks % kChunks * 16)) + chunks / kChunks * kBlockBytes + rows * kRowBytes;
-  }
+      Shape<Int<kRows>, Int<kColumns>>{}));
 };
 
 __device__ __forceinline__ void ldmatrix(uint32_t (&to)[4], uint32_t address) {
@@ -55,6 +36,10 @@ __device__ __forceinline__ void ldmatrix_transposed(uint32_t (&to)[4], uint32_t 
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(address));
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 // 16 bytes, or 16 zeros instead of reading anything.
