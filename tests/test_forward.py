@@ -165,7 +165,11 @@ def test_empty_sizes(target):
 
 @runs_on("forward")
 def test_any_strides(target):
-    """Each of q, k, v with its own strides gives the same bits as contiguous tensors."""
+    """Each of q, k, v with its own strides gives what contiguous tensors give.
+
+    On the GPU to the bit. On the CPU the order of the sums in a matrix product of ATen depends on
+    how its operands are aligned.
+    """
     q, k, v = (torch.randn(2, 37, 2, 24).to(target.device, target.dtype) for _ in range(3))
     expected = neginf.flash_attn_func(q, k, v, causal=True, return_lse=True)
     packed = torch.stack([q, k, v], dim=2)
@@ -178,10 +182,20 @@ def test_any_strides(target):
         "odd offset": [Guarded(t.cpu(), target.device, 3).view for t in (q, k, v)],
         "mixed": [q, packed[:, :, 1], v.transpose(1, 3).contiguous().transpose(1, 3)],
     }
+
+    def assert_same(got, wanted, what):
+        if target.device != "cpu":
+            judge.assert_bits_equal(got, wanted, what)
+            return
+        judge.assert_special_positions_equal(got, wanted, what)
+        seen = wanted.isfinite()
+        error = (got - wanted)[seen].abs().max()
+        assert error <= 4 * torch.finfo(got.dtype).eps * wanted[seen].abs().max(), what
+
     for name, tensors in variants.items():
         out, lse = neginf.flash_attn_func(*tensors, causal=True, return_lse=True)
-        judge.assert_bits_equal(out, expected[0], f"{name}: out")
-        judge.assert_bits_equal(lse, expected[1], f"{name}: lse")
+        assert_same(out, expected[0], f"{name}: out")
+        assert_same(lse, expected[1], f"{name}: lse")
 
 
 @runs_on("forward")
