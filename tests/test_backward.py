@@ -160,9 +160,11 @@ def test_deterministic_gives_the_same_bits(target):
             judge.assert_bits_equal(gradient, first[name], f"d{name}")
 
 
-# Each head_dim has tiles, and so an order of sums, of its own.
+# Each has tiles, and so an order of sums, of its own.
+HEAD_DIMS = (64, 96, 128, 192, 256)
+
+
 @runs_on("forward", "backward", dtypes=("bfloat16", "float16"), gpu_only=True)
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -173,32 +175,33 @@ def test_deterministic_gives_the_same_bits(target):
     ],
     ids=str,
 )
-def test_hundred_deterministic_backwards(target, head_dim, changes):
+def test_hundred_deterministic_backwards(target, changes):
     """Many key tiles add to each row of dq, whatever order the multiprocessors take them in."""
-    problem = Problem(
-        lengths_q=(513,) * 3, lengths_k=(1100,) * 3, head_dim=head_dim, deterministic=True
-    ).with_(**changes)
-    inputs = Inputs(problem, target.dtype, target.device)
-    leaves = [inputs.tensor(n).detach().requires_grad_() for n in "qkv"]
-    outputs = inputs.call(*leaves)
-    grads = inputs.tensor("dout"), inputs.dlse.to(target.device)
-    first = torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
-    for _ in range(99):
-        again = torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
-        for name, gradient, expected in zip("qkv", again, first, strict=True):
-            judge.assert_bits_equal(gradient, expected, f"d{name}")
+    for head_dim in target.head_dims(*HEAD_DIMS):
+        problem = Problem(
+            lengths_q=(513,) * 3, lengths_k=(1100,) * 3, head_dim=head_dim, deterministic=True
+        ).with_(**changes)
+        inputs = Inputs(problem, target.dtype, target.device)
+        leaves = [inputs.tensor(n).detach().requires_grad_() for n in "qkv"]
+        outputs = inputs.call(*leaves)
+        grads = inputs.tensor("dout"), inputs.dlse.to(target.device)
+        first = torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+        for _ in range(99):
+            again = torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+            for name, gradient, expected in zip("qkv", again, first, strict=True):
+                judge.assert_bits_equal(gradient, expected, f"d{name} at head_dim {head_dim}")
 
 
 @runs_on("forward", "backward")
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("heads_k", [1, 2, 6])
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_tile_size(target, head_dim, heads_k, causal):
+def test_every_tile_size(target, heads_k, causal):
     """Several tiles of rows and of keys, the last of each partly filled, and heads in groups."""
-    problem = Problem(
-        lengths_q=(150,), lengths_k=(333,), heads=6, heads_k=heads_k, head_dim=head_dim
-    ).with_(causal=causal)
-    check_gradients(Inputs(problem, target.dtype, target.device))
+    for head_dim in target.head_dims(*HEAD_DIMS):
+        problem = Problem(
+            lengths_q=(150,), lengths_k=(333,), heads=6, heads_k=heads_k, head_dim=head_dim
+        ).with_(causal=causal)
+        check_gradients(Inputs(problem, target.dtype, target.device))
 
 
 def call_backward(q, k, v, out, lse, dout, dlse, scale):
