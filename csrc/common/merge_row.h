@@ -1,8 +1,8 @@
 // Merging one row of several attention states, forward and backward: the arithmetic that the CPU
 // and the CUDA combine share. Who loads and who sums over head_dim is theirs.
 //     L = ln sum_s exp(L_s)     w_s = exp(L_s - L)     O = sum_s w_s O_s
-//     dO_s = w_s dO             dL_s = w_s (dO . O_s - dO . O + dL)     dO . O = sum_s w_s (dO .
-//     O_s)
+//     dO_s = w_s dO             dL_s = w_s (dO . O_s - dO . O + dL)
+//     with dO . O = sum_s w_s (dO . O_s)
 // The backward takes dO . O from the states, not from O: that one is rounded to its dtype.
 #pragma once
 

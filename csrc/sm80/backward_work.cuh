@@ -1,0 +1,226 @@
+// What a CTA of the backward works on, and how the tiles of that get into shared memory.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "../common/backward_rows.h"
+#include "../common/row_tile.h"
+#include "shared_tile.cuh"
+#include "tiles.cuh"
+
+namespace neginf::sm80 {
+
+using namespace cute;
+
+// -------------------------------------------------------------------------------------------- work
+
+// What a CTA works on. In shared memory, as in the forward.
+struct KeyWork {
+  RowTile keys;
+  int head_k;
+  int group;  // query heads per key head
+  Sequence queries;
+  Mask mask;
+  Range visible_keys;    // of the sequence; others may hold NaN
+  Range rows_with_keys;  // of the sequence; what others hold must not enter a product
+  Range row_tiles;       // tiles with a row that sees one of the keys
+  Range unmasked_tiles;  // tiles of which every row sees every key
+  int first_tile;        // of the sequence, in BackwardRows
+
+  // In the one-dimensional grid key tiles run fastest, so that neighbours share Q and dO in L2.
+  // When each dQ is summed in order, the last tile of keys adds first: with a causal mask that is
+  // the one that reaches a tile of rows first. `work` counts so that nobody waits for higher work.
+  static __device__ KeyWork of(const BackwardParams<float>& params, const BackwardRows& rows,
+                               int block_n, int work) {
+    const Problem<float>& problem = params.problem;
+    const Problem<float> key_problem = keys_as_rows(problem);
+    const int tiles = static_cast<int>(num_row_tiles(key_problem, block_n));
+    const int head_k = work / tiles;
+    int tile = work - head_k * tiles;
+    if (params.deterministic) tile = tiles - 1 - tile;
+    const RowTile keys = find_row_tile(key_problem, block_n, tile);
+    const Sequence queries = query_sequence(problem, keys.index);
+    const Mask mask = mask_of(problem, queries, keys.sequence);
+    const int block_m = rows.tile_rows;
+    // Rows past the end of the sequence are padding and do not count.
+    const Range common = mask.rows_common_to_keys(keys.rows(block_n));
+    const int common_end = common.end == queries.length ? common.end + block_m - 1 : common.end;
+    return {keys,
+            head_k,
+            problem.num_heads / problem.num_heads_k,
+            queries,
+            mask,
+            mask.visible_keys(),
+            mask.rows_of_keys({0, keys.sequence.length}),
+            tiles_covering(mask.rows_of_keys(keys.rows(block_n)), block_m),
+            {(common.begin + block_m - 1) / block_m, common_end / block_m},
+            first_row_tile(problem, block_m, keys.index)};
+  }
+};
+
+// ------------------------------------------------------------------------------- global to shared
+
+// One iteration: a tile of rows of one head.
+struct RowStep {
+  int head;
+  int tile;  // in the sequence
+
+  // In BackwardRows.
+  __device__ int number(const BackwardRows& rows, const KeyWork& work) const {
+    return head * rows.num_tiles + work.first_tile + tile;
+  }
+};
+
+// Walks over the steps of a CTA and loads their tiles. It holds where this thread's first 16 bytes
+// of the tiles of Q and dO are: computing that anew in every iteration takes longer than loading.
+template <typename Traits>
+class RowLoader {
+  using Element = typename Traits::Element;
+  using Shared = typename Traits::SharedQ;
+  static constexpr int kRowsAtATime = Traits::kThreads / Traits::kThreadsPerRow;
+  // A single stage of dO is loaded late, between products that hide the arithmetic.
+  static constexpr bool kKeepsDoutPointer = Traits::kStagesDout > 1;
+
+ public:
+  __device__ RowLoader(const BackwardParams<float>& params, const BackwardRows& rows,
+                       const KeyWork& work)
+      : params_(params), rows_(rows), work_(work) {
+    start_head(work.head_k * work.group);
+  }
+
+  __device__ const RowStep& step() const { return step_; }
+
+  __device__ __forceinline__ void advance() {
+    if (step_.tile + 1 == work_.row_tiles.end) {
+      start_head(step_.head + 1);
+      return;
+    }
+    ++step_.tile;
+    q_ += Traits::kBlockM * params_.q_strides.row;
+    if constexpr (kKeepsDoutPointer) dout_ += Traits::kBlockM * params_.dout_strides.row;
+    find_whether_whole();
+  }
+
+  // Of the step. Read from global memory an iteration before it is needed.
+  __device__ __forceinline__ bool needs_care() const {
+    return rows_.statistics_of<Traits::kBlockM>(number())->needs_care != 0;
+  }
+
+  __device__ __forceinline__ void load_q(const Element* shared) const {
+    load(q_, params_.q_strides.row, shared);
+  }
+
+  __device__ __forceinline__ void load_dout(const Element* shared) const {
+    const Element* from = kKeepsDoutPointer ? dout_ : pointer(params_.dout, params_.dout_strides);
+    load(from, params_.dout_strides.row, shared);
+  }
+
+  __device__ __forceinline__ void load_statistics(
+      const RowStatistics<Traits::kBlockM>* shared) const {
+    constexpr int kPieces = sizeof(*shared) / 16;
+    static_assert(kPieces <= Traits::kThreads);
+    const auto* from = rows_.statistics_of<Traits::kBlockM>(number());
+    if (const int piece = thread_index(); piece < kPieces) {
+      cp_async_16(cast_smem_ptr_to_uint(shared) + 16 * piece,
+                  reinterpret_cast<const char*>(from) + 16 * piece, true);
+    }
+  }
+
+ private:
+  // Which 16 bytes of a tile are this thread's first.
+  struct Piece {
+    int row;
+    int chunk;
+
+    static __device__ __forceinline__ Piece of_thread() {
+      const int thread = thread_index_again();
+      return {thread / Traits::kThreadsPerRow, thread % Traits::kThreadsPerRow};
+    }
+  };
+
+  __device__ int number() const { return step_.number(rows_, work_); }
+
+  __device__ __forceinline__ const Element* pointer(const void* tensor,
+                                                    const Strides& strides) const {
+    const Piece mine = Piece::of_thread();
+    const int64_t row = work_.queries.first_row + step_.tile * Traits::kBlockM + mine.row;
+    return static_cast<const Element*>(tensor) + work_.keys.index * strides.batch +
+           step_.head * strides.head + row * strides.row + mine.chunk * 8;
+  }
+
+  __device__ void start_head(int head) {
+    step_ = {head, work_.row_tiles.begin};
+    q_ = pointer(params_.q, params_.q_strides);
+    if constexpr (kKeepsDoutPointer) dout_ = pointer(params_.dout, params_.dout_strides);
+    find_whether_whole();
+  }
+
+  // Known before the barrier that the loads wait for.
+  __device__ __forceinline__ void find_whether_whole() {
+    const int first = step_.tile * Traits::kBlockM;
+    is_whole_ = work_.rows_with_keys.begin <= first &&
+                first + Traits::kBlockM <= work_.rows_with_keys.end &&
+                params_.problem.head_dim == Traits::kHeadDim;
+  }
+
+  // Rows that see no key, and what lies past head_dim, become 0.
+  __device__ __forceinline__ void load(const Element* from, int64_t row_stride,
+                                       const Element* shared) const {
+    const Piece mine = Piece::of_thread();
+    const uint32_t to = cast_smem_ptr_to_uint(shared) + Shared::offset(mine.row, mine.chunk);
+    const int64_t stride = kRowsAtATime * row_stride;
+    if (is_whole_) {
+      CUTE_UNROLL
+      for (int r = 0; r < Traits::kBlockM; r += kRowsAtATime, from += stride) {
+        CUTE_UNROLL
+        for (int b = 0; b < Shared::kBlocks; ++b) {
+          cp_async_16(to + r * Shared::kRowBytes + b * Shared::kBlockBytes,
+                      from + b * Shared::kWidth, true);
+        }
+      }
+    } else {
+      const Range wanted = work_.rows_with_keys;
+      CUTE_NO_UNROLL
+      for (int r = 0; r < Traits::kBlockM; r += kRowsAtATime, from += stride) {
+        const bool row_wanted = wanted.contains(step_.tile * Traits::kBlockM + mine.row + r);
+        CUTE_UNROLL
+        for (int b = 0; b < Shared::kBlocks; ++b) {
+          const int column = mine.chunk * 8 + b * Shared::kWidth;
+          cp_async_16(to + r * Shared::kRowBytes + b * Shared::kBlockBytes,
+                      from + b * Shared::kWidth, row_wanted && column < params_.problem.head_dim);
+        }
+      }
+    }
+  }
+
+  const BackwardParams<float>& params_;
+  const BackwardRows& rows_;
+  const KeyWork& work_;
+  RowStep step_;
+  const Element* q_;
+  const Element* dout_;
+  bool is_whole_;  // every row sees a key and head_dim is kHeadDim: loads need no predicates
+};
+
+template <typename Traits, typename Element>
+__device__ __forceinline__ auto keys_of_work(Element* base, const Strides& strides,
+                                             const KeyWork& work) {
+  base += work.keys.index * strides.batch + work.head_k * strides.head +
+          (work.keys.sequence.first_row + work.keys.first_row) * strides.row;
+  return make_tensor(make_gmem_ptr(base), typename Traits::KeyTile{},
+                     make_stride(strides.row, _1{}));
+}
+
+template <typename Traits>
+__device__ __forceinline__ void load_keys(const void* tensor, const Strides& strides,
+                                          typename Traits::Element* shared, const KeyWork& work,
+                                          int head_dim) {
+  using Element = typename Traits::Element;
+  const int first_key = work.keys.first_row;
+  load_tile<Traits>(keys_of_work<Traits>(static_cast<const Element*>(tensor), strides, work),
+                    make_tensor(make_smem_ptr(shared), typename Traits::SharedK::Layout{}),
+                    {work.visible_keys.begin - first_key, work.visible_keys.end - first_key},
+                    head_dim);
+}
+
+}  // namespace neginf::sm80
