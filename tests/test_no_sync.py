@@ -34,15 +34,21 @@ PROBLEMS = {
 }  # fmt: skip
 
 
-@runs_on("forward", "combine", dtypes=("bfloat16",), gpu_only=True)
-@pytest.mark.parametrize("splits", [1, 3, 0])
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_forward(target, name, splits):
+def on_device(name, target):
+    """Inputs whose options are on the device already: copying them there would be a sync."""
     inputs = Inputs(PROBLEMS[name], target.dtype, target.device)
     inputs.options = {
         n: o.to(target.device) if isinstance(o, torch.Tensor) else o
         for n, o in inputs.options.items()
     }
+    return inputs
+
+
+@runs_on("forward", "combine", dtypes=("bfloat16",), gpu_only=True)
+@pytest.mark.parametrize("splits", [1, 3, 0])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_forward(target, name, splits):
+    inputs = on_device(name, target)
     with no_sync():
         inputs.call(*(inputs.tensor(n) for n in "qkv"), num_splits=splits)
 
@@ -51,11 +57,7 @@ def test_forward(target, name, splits):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_backward(target, name, deterministic):
-    inputs = Inputs(PROBLEMS[name], target.dtype, target.device)
-    inputs.options = {
-        n: o.to(target.device) if isinstance(o, torch.Tensor) else o
-        for n, o in inputs.options.items()
-    }
+    inputs = on_device(name, target)
     leaves = [inputs.tensor(n).detach().requires_grad_() for n in "qkv"]
     grads = inputs.tensor("dout"), inputs.dlse.to(target.device)
     with no_sync():

@@ -91,7 +91,6 @@ struct BackwardTraits {
   using KeyGradB = TransposedOperandB<SharedQ, kWarps / kKeyGradWarpsKeys>;
   using QueryGradA = TransposedOperandA<SharedP, kQueryGradWarpsRows>;
   using QueryGradB = TransposedOperandB<SharedK, kWarps / kQueryGradWarpsRows>;
-  using QueryTile = Shape<Int<kBlockM>, Int<kHeadDim>>;
   using KeyTile = Shape<Int<kBlockN>, Int<kHeadDim>>;
   using ScoreTile = Shape<Int<kBlockN>, Int<kBlockM>>;
 
