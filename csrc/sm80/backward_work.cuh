@@ -168,29 +168,14 @@ class RowLoader {
                                        const Element* shared) const {
     const Piece mine = Piece::of_thread();
     const uint32_t to = cast_smem_ptr_to_uint(shared) + Shared::offset(mine.row, mine.chunk);
-    const int64_t stride = kRowsAtATime * row_stride;
-    if (is_whole_) {
-      CUTE_UNROLL
-      for (int r = 0; r < Traits::kBlockM; r += kRowsAtATime, from += stride) {
-        CUTE_UNROLL
-        for (int b = 0; b < Shared::kBlocks; ++b) {
-          cp_async_16(to + r * Shared::kRowBytes + b * Shared::kBlockBytes,
-                      from + b * Shared::kWidth, true);
-        }
-      }
-    } else {
-      const Range wanted = work_.rows_with_keys;
-      CUTE_NO_UNROLL
-      for (int r = 0; r < Traits::kBlockM; r += kRowsAtATime, from += stride) {
-        const bool row_wanted = wanted.contains(step_.tile * Traits::kBlockM + mine.row + r);
-        CUTE_UNROLL
-        for (int b = 0; b < Shared::kBlocks; ++b) {
-          const int column = mine.chunk * 8 + b * Shared::kWidth;
-          cp_async_16(to + r * Shared::kRowBytes + b * Shared::kBlockBytes,
-                      from + b * Shared::kWidth, row_wanted && column < params_.problem.head_dim);
-        }
-      }
-    }
+    const Range wanted = work_.rows_with_keys;
+    const int first = step_.tile * Traits::kBlockM + mine.row;
+    const int head_dim = params_.problem.head_dim;
+    load_chunks<Shared, kRowsAtATime>(to, reinterpret_cast<const char*>(from),
+                                      kRowsAtATime * 2 * row_stride, is_whole_, [&](int r, int b) {
+                                        return wanted.contains(first + r) &&
+                                               mine.chunk * 8 + b * Shared::kWidth < head_dim;
+                                      });
   }
 
   const BackwardParams<float>& params_;

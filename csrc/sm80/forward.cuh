@@ -251,27 +251,12 @@ class KeyLoad {
   // Only tiles at the end of what the sequence sees need predicates.
   __device__ __forceinline__ void issue(int64_t row_stride, int head_dim) {
     constexpr int kRowsPerPass = ThreadChunks<Traits, Shared>::kRowsPerPass;
-    const int64_t pass_bytes = kRowsPerPass * 2 * row_stride;
-    if (visible_.begin <= 0 && Traits::kBlockN <= visible_.end && head_dim == Traits::kHeadDim) {
-      CUTE_UNROLL
-      for (int r = 0; r < Traits::kBlockN; r += kRowsPerPass, from_ += pass_bytes) {
-        CUTE_UNROLL
-        for (int b = 0; b < Shared::kBlocks; ++b) {
-          cp_async_16(to_ + r * Shared::kRowBytes + b * Shared::kBlockBytes,
-                      from_ + b * Shared::kRowBytes, true);
-        }
-      }
-    } else {
-      CUTE_NO_UNROLL
-      for (int r = 0; r < Traits::kBlockN; r += kRowsPerPass, from_ += pass_bytes) {
-        const bool is_visible = visible_.contains(mine_.row + r);
-        CUTE_UNROLL
-        for (int b = 0; b < Shared::kBlocks; ++b) {
-          cp_async_16(to_ + r * Shared::kRowBytes + b * Shared::kBlockBytes,
-                      from_ + b * Shared::kRowBytes, is_visible && mine_.within(head_dim, b));
-        }
-      }
-    }
+    const bool is_whole =
+        visible_.begin <= 0 && Traits::kBlockN <= visible_.end && head_dim == Traits::kHeadDim;
+    load_chunks<Shared, kRowsPerPass>(
+        to_, from_, kRowsPerPass * 2 * row_stride, is_whole, [&](int r, int b) {
+          return visible_.contains(mine_.row + r) && mine_.within(head_dim, b);
+        });
   }
 
  private:

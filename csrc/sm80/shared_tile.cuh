@@ -48,6 +48,32 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
                "r"(wanted ? 16 : 0));
 }
 
+// A thread's chunks of a tile: of every column block, every kRowsPerPass-th row from where `to` and
+// `from` point. Unless the tile is whole, wanted(r, b) says whether the chunk of row r on, in
+// column block b, exists; what does not becomes 0.
+template <class Tile, int kRowsPerPass, class Wanted>
+__device__ __forceinline__ void load_chunks(uint32_t to, const char* from, int64_t pass_bytes,
+                                            bool is_whole, const Wanted& wanted) {
+  const auto load_row = [&](int r, const auto& wanted_in) __attribute__((always_inline)) {
+    CUTE_UNROLL
+    for (int b = 0; b < Tile::kBlocks; ++b) {
+      cp_async_16(to + r * Tile::kRowBytes + b * Tile::kBlockBytes, from + b * Tile::kRowBytes,
+                  wanted_in(r, b));
+    }
+  };
+  if (is_whole) {
+    CUTE_UNROLL
+    for (int r = 0; r < Tile::kTileRows; r += kRowsPerPass, from += pass_bytes) {
+      load_row(r, [](int, int) { return true; });
+    }
+  } else {
+    CUTE_NO_UNROLL
+    for (int r = 0; r < Tile::kTileRows; r += kRowsPerPass, from += pass_bytes) {
+      load_row(r, wanted);
+    }
+  }
+}
+
 // accumulator += A B with one mma m16n8k16 after the other. load_a(m, k, registers) brings 16 rows
 // of k-block k of A, load_b(n, k, registers) 16 columns of B, one step ahead of the mmas that read
 // it: few enough registers for accumulators that take 192 of 255.
