@@ -67,15 +67,17 @@ struct ScoreModifiers {
     for (int i = 0; i < size(scores); ++i) scores(i) = tanh_approx(scores(i) * softcap_factor);
   }
 
-  // row_of(r) and key_of(c) are the coordinates in the sequence.
-  template <class Scores, class RowOf, class KeyOf>
-  __device__ __forceinline__ void apply_alibi(Scores& scores, const Mask& mask, const RowOf& row_of,
+  // row_of(r) and key_of(c) are the coordinates in the sequence, slope_of(r) the slope of the head.
+  template <class Scores, class SlopeOf, class RowOf, class KeyOf>
+  __device__ __forceinline__ void apply_alibi(Scores& scores, const SlopeOf& slope_of,
+                                              const Mask& mask, const RowOf& row_of,
                                               const KeyOf& key_of) const {
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
+      const float slope = slope_of(r);
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
-        const float bias = alibi_bias(alibi_slope, row_of(r), key_of(c), mask.offset());
+        const float bias = alibi_bias(slope, row_of(r), key_of(c), mask.offset());
         scores(r, c) = scores(r, c) * alibi_factor + bias;
       }
     }
@@ -107,6 +109,12 @@ __device__ __forceinline__ void apply_mask(Scores& scores, const Mask& mask, con
   }
 }
 
+template <class Tensor>
+__device__ __forceinline__ void multiply_row(Tensor& tensor, int r, float factor) {
+  CUTE_UNROLL
+  for (int c = 0; c < size<1>(tensor); ++c) tensor(r, c) *= factor;
+}
+
 template <int kRows>
 class OnlineSoftmax {
  public:
@@ -116,14 +124,16 @@ class OnlineSoftmax {
       row_max_[r] = masked_score<float>();
       row_sum_[r] = 0.f;
     }
+    if constexpr (kKeepsOffsets) offsets_ = offsets_of_maximum();
   }
 
   // First half of a step: makes the running maximum of every row fit the scores of one more tile of
-  // keys, and rescales `output` and the sums, accumulated so far, to it. A maximum that is less
-  // than 2^kSlack too small stays: probabilities up to that size do no harm, and after the first
-  // tiles hardly any row needs the exchange with its quad and the pass over `output`.
-  template <class Scores, class Output>
-  __device__ __forceinline__ void raise_maximum(const Scores& scores, Output& output) {
+  // keys. A maximum that is less than 2^kSlack too small stays: probabilities up to that size do no
+  // harm, and after the first tiles hardly any row needs the exchange with its quad and the pass
+  // over O. Returns whether a row of the warp has a new maximum; then rescale(r, factor) has been called
+  // for each row, and what has been accumulated for it must be multiplied by the factor.
+  template <class Scores, class Rescale>
+  __device__ __forceinline__ bool raise_maximum(const Scores& scores, const Rescale& rescale) {
     float tile_max[kRows];
     bool outgrown = false;
     CUTE_UNROLL
@@ -135,32 +145,26 @@ class OnlineSoftmax {
       // From -inf to anything is a growth of inf; -inf to -inf is NaN, and so is inf to inf: none.
       outgrown |= (tile_max[r] - row_max_[r]) * scale_log2_ > kSlack;
     }
-    if (!__any_sync(0xffffffffu, outgrown)) return;
+    if (!__any_sync(0xffffffffu, outgrown)) return false;
 
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const float raised = running_max(row_max_[r], reduce_quad(tile_max[r], running_max<float>));
-      const float shift = softmax_shift(raised);
-      const float rescale = exp2_approx((row_max_[r] - shift) * scale_log2_);
+      const float factor = exp2_approx((row_max_[r] - softmax_shift(raised)) * scale_log2_);
       row_max_[r] = raised;
-      row_sum_[r] *= rescale;
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(output); ++c) output(r, c) *= rescale;
+      row_sum_[r] *= factor;
+      rescale(r, factor);
     }
+    if constexpr (kKeepsOffsets) offsets_ = offsets_of_maximum();
+    return true;
   }
 
   // Second half: the scores become probabilities relative to the running maximum.
   template <class Scores>
   __device__ __forceinline__ void exponentiate(Scores& scores) {
     float factor = scale_log2_;
-    float offset[kRows];
-    float largest = 0.f;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      offset[r] = -scale_log2_ * softmax_shift(row_max_[r]);
-      largest = running_max(largest, fabsf(offset[r]));
-    }
-    if (__any_sync(0xffffffffu, largest > kExactFma)) {
+    Offsets offsets = kKeepsOffsets ? offsets_ : offsets_of_maximum();
+    if (offsets.any_large) {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         const float shift = softmax_shift(row_max_[r]);
@@ -168,7 +172,7 @@ class OnlineSoftmax {
         for (int c = 0; c < size<1>(scores); ++c) {
           scores(r, c) = (scores(r, c) - shift) * scale_log2_;
         }
-        offset[r] = 0.f;
+        offsets.of_row[r] = 0.f;
       }
       factor = 1.f;
     }
@@ -176,7 +180,7 @@ class OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
-        scores(r, c) = exp2_approx(fmaf(scores(r, c), factor, offset[r]));
+        scores(r, c) = exp2_approx(fmaf(scores(r, c), factor, offsets.of_row[r]));
         row_sum_[r] += scores(r, c);
       }
     }
@@ -197,10 +201,31 @@ class OnlineSoftmax {
   // take for scores near 1e11.
   static constexpr float kExactFma = 1024.f;
 
+  // Made when the maximum changes; where a thread has many rows, in every step, as their registers
+  // would be spilled.
+  static constexpr bool kKeepsOffsets = kRows <= 2;
+  struct Offsets {
+    float of_row[kRows];  // -softmax_shift(row_max) in base 2
+    bool any_large;       // in the warp: past kExactFma
+  };
+
+  __device__ __forceinline__ Offsets offsets_of_maximum() const {
+    Offsets offsets;
+    float largest = 0.f;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      offsets.of_row[r] = -scale_log2_ * softmax_shift(row_max_[r]);
+      largest = running_max(largest, fabsf(offsets.of_row[r]));
+    }
+    offsets.any_large = __any_sync(0xffffffffu, largest > kExactFma);
+    return offsets;
+  }
+
   float scale_;
   float scale_log2_;
   float row_max_[kRows];
   float row_sum_[kRows];  // this thread's share until finish()
+  Offsets offsets_;       // if kept
 };
 
 }  // namespace neginf

@@ -494,7 +494,10 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
         CUTE_UNROLL
         for (int i = 0; i < size(slope); ++i) slope(i) = 1.f - tSrS(i) * tSrS(i);
       }
-      if (modifiers.has_alibi) modifiers.apply_alibi(p, work.mask, row_of, key_of);
+      if (modifiers.has_alibi) {
+        const auto slope_of = [&](int) { return modifiers.alibi_slope; };
+        modifiers.apply_alibi(p, slope_of, work.mask, row_of, key_of);
+      }
     }
     if (masked) {
       apply_mask(p, work.mask, [&](int r) { return first_row + row_in_tile(r); }, key_of);

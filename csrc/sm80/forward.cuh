@@ -29,9 +29,8 @@
 #include <limits>
 
 #include "../common/cuda_check.h"
-#include "../common/key_tiles.h"
-#include "../common/query_packing.h"
-#include "../common/row_tile.h"
+#include "../common/forward_epilogue.cuh"
+#include "../common/forward_work.h"
 #include "../common/shared_memory.h"
 #include "../common/softmax.h"
 #include "../kernels.h"
@@ -45,90 +44,33 @@ using namespace cute;
 
 // -------------------------------------------------------------------------------------------- work
 
-// How the blocks of a launch are numbered: row tile, then head tile, then split.
-struct Grid {
-  QueryPacking packing;
-  int row_tiles;
-  int head_tiles;
-  int group;  // query heads per key head
-
-  static Grid of(const Problem<float>& problem, int block_m) {
-    const auto packing =
-        QueryPacking::of(problem.seqlen_q, problem.num_heads, problem.num_heads_k, block_m);
-    return {packing, static_cast<int>(num_row_tiles(problem, packing.positions)),
-            problem.num_heads_k * packing.head_tiles, problem.num_heads / problem.num_heads_k};
-  }
-};
-
-// What a CTA works on. It lives in shared memory: the accumulators need the registers, and most of
-// this is read once per tile.
-struct Work {
-  RowTile tile;  // its rows are positions of the sequence
-  QueryPacking packing;
-  int head;   // of row 0
-  int heads;  // in this tile, <= packing.heads
-  int split;
-  Mask mask;
-  KeyTiles key_tiles;
-  // Keys that no row of the sequence sees may hold NaN, which P = 0 would not undo in P V.
+// It lives in shared memory: the accumulators need the registers, and most of this is read once per
+// tile.
+struct Work : ForwardWork {
+  // Others may hold NaN, which P = 0 would not undo in P V.
   Range visible_keys;
-  const char* keys;  // the first row of K and V of the sequence and head
-  const char* values;
+  const char* first_key;  // K and V of key 0, for this head
+  const char* first_value;
 
   // In the one-dimensional grid row tiles run fastest, so that neighbours share K and V in L2, and
-  // backwards: under a causal mask the last tile is the longest.
+  // backwards: under a causal mask the last tile is the longest. Then come head tile and split.
   template <int kBlockM, int kBlockN>
-  static __device__ Work of(const ForwardParams<float>& params, const Grid& grid) {
-    const Problem<float>& problem = params.problem;
-    const QueryPacking& packing = grid.packing;
+  static __device__ Work of(const ForwardParams<float>& params, const ForwardGrid& grid) {
     const int block = static_cast<int>(blockIdx.x);
     const int head_and_split = block / grid.row_tiles;
     const int row_tile = grid.row_tiles - 1 - (block - head_and_split * grid.row_tiles);
-    // A constant tile size makes shifts of divisions.
-    const RowTile tile = packing.heads == 1 ? find_row_tile(problem, kBlockM, row_tile)
-                                            : find_row_tile(problem, packing.positions, row_tile);
-    const Sequence keys = key_sequence(problem, tile.index);
     // Divisions that the usual case needs not are worth a branch: a CTA waits for this.
     const int split = params.num_splits == 1 ? 0 : head_and_split / grid.head_tiles;
-    const int head_tile = head_and_split - split * grid.head_tiles;
-    const int head_k = packing.head_tiles == 1 ? head_tile : head_tile / packing.head_tiles;
-    const int head_in_group = (head_tile - head_k * packing.head_tiles) * packing.heads;
-    const int heads_left = grid.group - head_in_group;
-    const Mask mask = mask_of(problem, tile.sequence, keys);
+    const auto work = ForwardWork::of<kBlockM, kBlockN>(params.problem, grid, row_tile,
+                                                        head_and_split - split * grid.head_tiles,
+                                                        split, params.num_splits);
     const auto first_row = [&](const void* tensor, const Strides& strides) {
       return static_cast<const char*>(tensor) +
-             2 * (tile.index * strides.batch + keys.first_row * strides.row +
-                  head_k * strides.head);
+             2 * (work.tile.index * strides.batch + work.keys.first_row * strides.row +
+                  work.head_k * strides.head);
     };
-    return {tile,
-            packing,
-            head_k * grid.group + head_in_group,
-            heads_left < packing.heads ? heads_left : packing.heads,
-            split,
-            mask,
-            KeyTiles::of(mask, tile.rows(packing.positions), kBlockN, split, params.num_splits),
-            mask.visible_keys(),
-            first_row(params.k, params.k_strides),
+    return {work, work.mask.visible_keys(), first_row(params.k, params.k_strides),
             first_row(params.v, params.v_strides)};
-  }
-
-  // Row p of the tile. Where it does not exist, it belongs to nobody or to another tile.
-  struct Row {
-    bool exists;
-    int position;  // in the sequence
-    int head;
-  };
-  __device__ Row row(int p) const {
-    const int position = packing.position_of(p);
-    const int head_in_tile = p - position * packing.heads;
-    return {position < packing.positions && head_in_tile < heads, tile.first_row + position,
-            head + head_in_tile};
-  }
-
-  // Of a row in a tensor shaped like q.
-  __device__ int64_t offset(const Row& row, const Strides& strides) const {
-    return tile.index * strides.batch + row.head * strides.head +
-           (tile.sequence.first_row + row.position) * strides.row;
   }
 };
 
@@ -295,10 +237,10 @@ __device__ __forceinline__ void mainloop(const ForwardParams<float>& params, con
   uint32_t v_address = cast_smem_ptr_to_uint(shared.v) + OperandV::begin(lane, 0);
 
   const auto k_load = [&](int tile) __attribute__((always_inline)) {
-    return KeyLoad<Traits>(work.keys, params.k_strides.row, shared.k, work, tile * kBlockN);
+    return KeyLoad<Traits>(work.first_key, params.k_strides.row, shared.k, work, tile * kBlockN);
   };
   const auto v_load = [&](int tile) __attribute__((always_inline)) {
-    return KeyLoad<Traits>(work.values, params.v_strides.row, shared.v, work, tile * kBlockN);
+    return KeyLoad<Traits>(work.first_value, params.v_strides.row, shared.v, work, tile * kBlockN);
   };
   // All warps are at the same place, and what this thread has loaded has arrived. `make` makes the
   // load that follows: before the barrier, so that its latencies pass while the warp waits, where
@@ -343,20 +285,15 @@ __device__ __forceinline__ void mainloop(const ForwardParams<float>& params, con
       if constexpr (Traits::kModifiesScores) {
         if (modifiers.has_softcap) modifiers.apply_softcap(scores);
         if (modifiers.has_alibi) {
-          CUTE_UNROLL
-          for (int r = 0; r < size<0>(scores); ++r) {
-            const float slope = shared.alibi_slopes[get<0>(coordinates(r, 0))];
-            CUTE_UNROLL
-            for (int c = 0; c < size<1>(scores); ++c) {
-              scores(r, c) = scores(r, c) * modifiers.alibi_factor +
-                             alibi_bias(slope, row_of(r), key_of(c), work.mask.offset());
-            }
-          }
+          const auto slope_of = [&](int r) {
+            return shared.alibi_slopes[get<0>(coordinates(r, 0))];
+          };
+          modifiers.apply_alibi(scores, slope_of, work.mask, row_of, key_of);
         }
       }
       if constexpr (masked) apply_mask(scores, work.mask, row_of, key_of);
     }
-    softmax.raise_maximum(scores, output);
+    softmax.raise_maximum(scores, [&](int r, float factor) { multiply_row(output, r, factor); });
 
     tile = tiles.after(tile);
     // V(t) is there, and all warps are past S(t).
@@ -394,56 +331,6 @@ __device__ __forceinline__ void mainloop(const ForwardParams<float>& params, con
 
 // ---------------------------------------------------------------------------------------- epilogue
 
-// Ends the softmax of every row, whether or not it saw a key, belongs to a sequence or holds a
-// sink: writes the Lse of those that lie in the buffer and turns the accumulated rows into O.
-template <class Softmax, class Output, class Coordinates>
-__device__ __forceinline__ void finish_rows(const ForwardParams<float>& params, const Work& work,
-                                            const Softmax& softmax, Output& output,
-                                            const Coordinates& coordinates) {
-  const Sequence& sequence = work.tile.sequence;
-  const float* sink = work.split == 0 ? params.problem.sink : nullptr;
-  Lse* lse = params.num_splits > 1
-                 ? params.lse_partial + work.split * params.lse_partial_split_stride
-                 : params.lse;
-  lse += work.tile.index * params.lse_strides.batch + sequence.first_row;
-
-  CUTE_UNROLL
-  for (int r = 0; r < size<0>(output); ++r) {
-    const Work::Row row = work.row(get<0>(coordinates(r, 0)));
-    const bool in_use = row.exists && row.position < sequence.length;
-    Finalized<float> finalized = softmax.finish(r, in_use);
-    if (sink != nullptr && in_use) finalized = merge_sink(finalized, sink[row.head]);
-
-    const bool first_of_quad = get<1>(coordinates(r, 0)) == 0;
-    if (first_of_quad && row.exists && row.position < sequence.rows) {
-      lse[row.head * params.lse_strides.head + row.position] = finalized.lse;
-    }
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(output); ++c) output(r, c) = finalized.output(output(r, c));
-  }
-}
-
-// The state of one split, float, straight from the accumulators.
-template <class Output, class Coordinates>
-__device__ __forceinline__ void store_partial(const ForwardParams<float>& params, const Work& work,
-                                              const Output& output,
-                                              const Coordinates& coordinates) {
-  float* out = params.out_partial + work.split * params.out_partial_split_stride;
-  CUTE_UNROLL
-  for (int r = 0; r < size<0>(output); ++r) {
-    const Work::Row row = work.row(get<0>(coordinates(r, 0)));
-    if (!row.exists || row.position >= work.tile.sequence.rows) continue;
-    float* to = out + work.offset(row, params.out_partial_strides);
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(output); c += 2) {
-      const int column = get<1>(coordinates(r, c));
-      if (column < params.problem.head_dim) {
-        *reinterpret_cast<float2*>(to + column) = make_float2(output(r, c), output(r, c + 1));
-      }
-    }
-  }
-}
-
 // O in the dtype of q, through shared memory so that it leaves in 16-byte pieces.
 template <typename Traits, class Accumulator>
 __device__ __forceinline__ void store_output(const ForwardParams<float>& params, const Work& work,
@@ -480,7 +367,7 @@ __device__ __forceinline__ void store_output(const ForwardParams<float>& params,
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     forward_kernel(const __grid_constant__ ForwardParams<float> params,
-                   const __grid_constant__ Grid grid) {
+                   const __grid_constant__ ForwardGrid grid) {
   extern __shared__ __align__(128) char shared_memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(shared_memory);
   using OutputTile = typename Traits::OutputTile;
@@ -524,7 +411,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
 template <typename Traits>
 void launch_forward(const ForwardParams<float>& params) {
   const Problem<float>& problem = params.problem;
-  const Grid grid = Grid::of(problem, Traits::kBlockM);
+  const ForwardGrid grid = ForwardGrid::of(problem, Traits::kBlockM);
   const int64_t blocks =
       num_row_tiles(problem, grid.packing.positions) * grid.head_tiles * params.num_splits;
   if (blocks == 0) return;

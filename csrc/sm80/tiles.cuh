@@ -2,10 +2,10 @@
 // predicated load and store of a tile.
 #pragma once
 
-#include <cutlass/numeric_conversion.h>
-
 #include <cute/tensor.hpp>
 
+#include "../common/convert.cuh"
+#include "../common/thread_index.h"
 #include "../mask.h"
 
 namespace neginf::sm80 {
@@ -26,27 +26,6 @@ CUTE_HOST_DEVICE constexpr auto accumulator_as_operand(Layout layout) {
   auto pairs = logical_divide(get<2>(layout), _2{});  // (2, N / 2)
   return make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(pairs)),
                      get<1>(layout), get<1>(pairs));
-}
-
-template <typename Element, class Fragment>
-__device__ __forceinline__ auto convert(const Fragment& from) {
-  constexpr int kSize = decltype(size(from))::value;
-  Tensor to = make_tensor<Element>(from.layout());
-  const cutlass::NumericArrayConverter<Element, float, kSize> converter;
-  recast<cutlass::Array<Element, kSize>>(to)(0) =
-      converter(recast<const cutlass::Array<float, kSize>>(from)(0));
-  return to;
-}
-
-// CuTe computes coordinates in the type of the thread's index. An unsigned one compares wrongly
-// with a bound that is negative, such as the rows left in a tile past the end of its sequence.
-__device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
-
-// The same, but what is computed from it is computed again: loop invariants cost registers.
-__device__ __forceinline__ int thread_index_again() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
 }
 
 // What lies outside `rows` or past head_dim is not read and becomes 0.
