@@ -26,8 +26,12 @@ CUTLASS_WHEEL = "nvidia-cutlass==4.2.0.0"
 
 # sm80 is carried as PTX too, so that it runs on every later GPU; sm90a code runs on sm90 alone.
 GENCODE = {
-    # Also as sm_90 code: a driver that compiles the PTX itself may find other registers to spill.
-    "sm80": ["-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]"],
+    # Also as sm_90 code: a driver that compiles the PTX itself may find other registers to spill,
+    # and from compute_90 the backward adds dQ by vectors.
+    "sm80": [
+        "-gencode=arch=compute_80,code=[sm_80,compute_80]",
+        "-gencode=arch=compute_90,code=sm_90",
+    ],
     "sm90": ["-gencode=arch=compute_90a,code=sm_90a"],
 }
 

@@ -35,7 +35,11 @@ class BasicDivisor {
   // row's NaN must not reach a key it does not see.
   NEGINF_HOST_DEVICE Real probability(Real score) const {
     using std::exp;
-    return is_masked(score) ? Real(0) : exp(score - value_);
+    return exp(exponent(score));
+  }
+
+  NEGINF_HOST_DEVICE Real exponent(Real score) const {
+    return is_masked(score) ? score : score - value_;
   }
 
  private:
@@ -54,6 +58,9 @@ class BasicLog2Divisor {
   explicit NEGINF_HOST_DEVICE BasicLog2Divisor(BasicDivisor<Real> divisor)
       : value_(divisor.value_ * Real(1.4426950408889634)) {}
 
+  // Divides by 1: for a score that is an exponent already.
+  static NEGINF_HOST_DEVICE BasicLog2Divisor none() { return BasicLog2Divisor(Real(0)); }
+
   NEGINF_HOST_DEVICE Real exponent(Real raw, Real scale_log2) const {
     using std::fma;
     return fma(raw, scale_log2, -value_);
@@ -66,6 +73,8 @@ class BasicLog2Divisor {
 
  private:
   static constexpr Real kLargest = 1024;
+
+  explicit NEGINF_HOST_DEVICE BasicLog2Divisor(Real value) : value_(value) {}
 
   Real value_;
 };

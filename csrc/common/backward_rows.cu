@@ -11,6 +11,7 @@ namespace neginf {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kFinishThreads = 128;
 constexpr int kPack = 8;  // elements of 16 bits that a thread reads at a time
 
 // One CTA per row tile and head, tiles running fastest: block b has number b in the workspace.
@@ -49,10 +50,13 @@ __device__ __forceinline__ float reduce_lanes(float x, int lanes) {
 
 // ----------------------------------------------------------------------------------------- prepare
 
-template <typename Element, int kRows>
-__global__ void __launch_bounds__(kThreads)
+// kLanes threads share a row. What hides latency is many warps, hence few registers: a thread that
+// reads two rows at a time takes 72 of them, four rows 112, and both are slower.
+template <typename Element, int kRows, int kLanes>
+__global__ void __launch_bounds__(kThreads, 5)
     prepare_kernel(const __grid_constant__ BackwardParams<float> params,
-                   const __grid_constant__ BackwardRows rows, int lanes) {
+                   const __grid_constant__ BackwardRows rows) {
+  using Loaded = Pack<Element, kPack>;
   const Problem<float>& problem = params.problem;
   const TileOfBlock block = TileOfBlock::of(problem, rows);
   const RowTile& tile = block.tile;
@@ -60,41 +64,54 @@ __global__ void __launch_bounds__(kThreads)
 
   RowStatistics<kRows>& statistics = *rows.statistics_of<kRows>(blockIdx.x);
 
-  float4* dq = reinterpret_cast<float4*>(rows.dq_of(blockIdx.x));
-  for (int i = threadIdx.x; i < kRows * rows.head_dim / 4; i += kThreads) dq[i] = float4{};
-
-  // `lanes` threads share a row.
-  const int lane = static_cast<int>(threadIdx.x) % lanes;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const int first = static_cast<int>(threadIdx.x) / kLanes;
   bool needs_care = false;
-  for (int r = static_cast<int>(threadIdx.x) / lanes; r < kRows; r += kThreads / lanes) {
+#pragma unroll 1
+  for (int r = first; r < kRows; r += kThreads / kLanes) {
     const int row = tile.first_row + r;
+    const bool exists = row < tile.sequence.length;
+    // All loads before the first use; what was read for nothing is not used.
+    Lse lse = Lse::empty();
+    float dlse = 0.f;
+    Loaded out{}, dout{};
+    if (exists) {
+      const int64_t lse_at = block.lse_offset(params.lse_strides, row);
+      lse = params.lse[lse_at];
+      if (params.dlse != nullptr) dlse = params.dlse[lse_at];
+      if (lane * kPack < problem.head_dim) {
+        out =
+            *reinterpret_cast<const Loaded*>(static_cast<const Element*>(params.out) +
+                                             block.offset(params.out_strides, row) + lane * kPack);
+        dout =
+            *reinterpret_cast<const Loaded*>(static_cast<const Element*>(params.dout) +
+                                             block.offset(params.dout_strides, row) + lane * kPack);
+      }
+    }
+    if (r == first) {  // while the first loads are under way
+      auto* dq = reinterpret_cast<float4*>(rows.dq_of(blockIdx.x));
+      for (int i = threadIdx.x; i < kRows * rows.head_dim / 4; i += kThreads) dq[i] = float4{};
+    }
+
     Divisor divisor = Divisor::out_of_bounds();
     float delta = 0.f;
-    if (row < tile.sequence.length) {
-      const int64_t lse_at = block.lse_offset(params.lse_strides, row);
-      const Lse lse = params.lse[lse_at];
+    if (exists) {
       const bool sees_keys = !mask.keys_of_row(row).empty();
       divisor = Divisor::of(lse);
-      float dot = 0.f;
-      if (!lse.is_empty() && lane * kPack < problem.head_dim) {
-        float out[kPack], dout[kPack];
-        load_values(out, static_cast<const Element*>(params.out) +
-                             block.offset(params.out_strides, row) + lane * kPack);
-        load_values(dout, static_cast<const Element*>(params.dout) +
-                              block.offset(params.dout_strides, row) + lane * kPack);
+      if (!lse.is_empty()) {
 #pragma unroll
         for (int i = 0; i < kPack; ++i) {
+          const float o = to_float(out.at[i]);
           // Where a row sees no key its O is the constant 0, unless the Lse comes from a merge with
           // other keys: what is 0 in it owes nothing to dO, which may be NaN.
-          if (sees_keys || out[i] != 0.f) dot += out[i] * dout[i];
+          if (sees_keys || o != 0.f) delta += o * to_float(dout.at[i]);
         }
+        if (lane == 0) delta -= dlse;
       }
-      delta = dot;  // this lane's share
-      if (params.dlse != nullptr && !lse.is_empty() && lane == 0) delta -= params.dlse[lse_at];
       needs_care |= sees_keys && lse.is_empty();
       needs_care |= !Log2Divisor(divisor).is_exact();
     }
-    delta = reduce_lanes(delta, lanes);
+    delta = reduce_lanes(delta, kLanes);
     needs_care |= !(delta - delta == 0.f);  // NaN or infinite
     if (lane == 0) {
       statistics.divisor[r] = Log2Divisor(divisor);
@@ -146,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
 // ------------------------------------------------------------------------------------------ finish
 
 template <typename Element>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const __grid_constant__ BackwardParams<float> params,
                   const __grid_constant__ BackwardRows rows) {
   const Problem<float>& problem = params.problem;
@@ -156,26 +173,36 @@ __global__ void __launch_bounds__(kThreads)
   const float* dq = rows.dq_of(blockIdx.x);
   Element* out = static_cast<Element*>(params.dq);
 
-  // Eight columns at a time, which are two float4 in dq. A warp takes 8 rows of several
-  // neighbouring packs: whole lines there, and at least 64 bytes of each row here.
+  // A thread takes 8 columns of two rows, which are four float4 in dq. A warp takes 8 neighbouring
+  // threads' worth of rows and several neighbouring packs: whole lines there, and at least 64 bytes
+  // of each row here.
   const int packs = problem.head_dim / kPack;
-  for (int i = threadIdx.x; i < rows.tile_rows * packs; i += kThreads) {
-    const int r = i / (8 * packs) * 8 + i % 8;
+  for (int i = threadIdx.x; i < rows.tile_rows / 2 * packs; i += kFinishThreads) {
+    const int r = i / (8 * packs) * 16 + i % 8;
     const int column = i / 8 % packs * kPack;
-    const int row = tile.first_row + r;
-    if (row >= tile.sequence.rows) continue;
-    float gradient[kPack] = {};
-    // A key that only other rows see may have brought 0 * NaN.
-    if (row < tile.sequence.length && !mask.keys_of_row(row).empty() &&
-        !params.lse[block.lse_offset(params.lse_strides, row)].is_empty()) {
-      const int at = dq_offset(r, column, rows.head_dim);
-      const auto even = *reinterpret_cast<const float4*>(dq + at);
-      const auto odd = *reinterpret_cast<const float4*>(dq + at + 32);
-      const float columns[kPack] = {even.x, odd.x, even.y, odd.y, even.z, odd.z, even.w, odd.w};
+    float loaded[4][4];
 #pragma unroll
-      for (int c = 0; c < kPack; ++c) gradient[c] = columns[c] * problem.softmax_scale;
+    for (int j = 0; j < 4; ++j) {
+      const int at = dq_piece_offset(r, column, j, rows.head_dim);
+      *reinterpret_cast<float4*>(loaded[j]) = *reinterpret_cast<const float4*>(dq + at);
     }
-    store(out + block.offset(params.dq_strides, row) + column, gradient);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = tile.first_row + r + half * 8;
+      if (row >= tile.sequence.rows) continue;
+      float gradient[kPack] = {};
+      // A key that only other rows see may have brought 0 * NaN.
+      if (row < tile.sequence.length && !mask.keys_of_row(row).empty() &&
+          !params.lse[block.lse_offset(params.lse_strides, row)].is_empty()) {
+#pragma unroll
+        for (int c = 0; c < kPack; ++c) {
+          const int reg = half * 2 + c % 2;
+          gradient[c] =
+              problem.softmax_scale * (kAddsVectors ? loaded[c / 2][reg] : loaded[reg][c / 2]);
+        }
+      }
+      store(out + block.offset(params.dq_strides, row) + column, gradient);
+    }
   }
 }
 
@@ -192,6 +219,15 @@ auto dispatch_tile_rows(int tile_rows, const Function& function) {
   if (tile_rows == 64) return function(std::integral_constant<int, 64>{});
   throw std::logic_error("neginf: no backward prepare for " + std::to_string(tile_rows) + " rows");
 }
+
+// Lanes for the elements of a row, kPack each.
+template <typename Function>
+void dispatch_lanes(int head_dim, const Function& function) {
+  if (head_dim <= 8 * kPack) return function(std::integral_constant<int, 8>{});
+  if (head_dim <= 16 * kPack) return function(std::integral_constant<int, 16>{});
+  return function(std::integral_constant<int, 32>{});
+}
+static_assert(kMaxHeadDim <= 32 * kPack);
 
 unsigned num_blocks(const BackwardParams<float>& params, const BackwardRows& rows) {
   return static_cast<unsigned>(params.problem.num_heads) * static_cast<unsigned>(rows.num_tiles);
@@ -227,8 +263,6 @@ BackwardRows BackwardRows::allocate(const BackwardParams<float>& params, int til
 }
 
 void prepare_backward(const BackwardParams<float>& params, const BackwardRows& rows, DType dtype) {
-  int lanes = 1;
-  while (lanes * kPack < params.problem.head_dim) lanes *= 2;
   const unsigned blocks = num_blocks(params, rows);
   const int sinks = params.dsink != nullptr ? params.problem.batch * params.problem.num_heads : 0;
   if (params.deterministic) {  // also without any row: the main kernel still writes dK and dV
@@ -237,8 +271,10 @@ void prepare_backward(const BackwardParams<float>& params, const BackwardRows& r
   dispatch_tile_rows(rows.tile_rows, [&](auto kRows) {
     if (blocks > 0) {
       dispatch_dtype(dtype, [&](auto element) {
-        prepare_kernel<decltype(element), kRows>
-            <<<blocks, kThreads, 0, params.stream>>>(params, rows, lanes);
+        dispatch_lanes(params.problem.head_dim, [&](auto kLanes) {
+          prepare_kernel<decltype(element), kRows, kLanes>
+              <<<blocks, kThreads, 0, params.stream>>>(params, rows);
+        });
       });
       cuda_check(cudaGetLastError(), "backward prepare");
     }
@@ -253,7 +289,7 @@ void finish_backward(const BackwardParams<float>& params, const BackwardRows& ro
   const unsigned blocks = num_blocks(params, rows);
   if (blocks == 0) return;
   dispatch_dtype(dtype, [&](auto element) {
-    finish_kernel<decltype(element)><<<blocks, kThreads, 0, params.stream>>>(params, rows);
+    finish_kernel<decltype(element)><<<blocks, kFinishThreads, 0, params.stream>>>(params, rows);
   });
   cuda_check(cudaGetLastError(), "backward finish");
 }

@@ -46,13 +46,22 @@ struct BackwardRows {
 };
 
 // Within a tile dq lies in blocks of 16 rows and 8 columns, and within a block as the 32 lanes of
-// a warp hold the accumulator of an m16n8 mma: register by register. A warp that adds one register
-// therefore touches 128 consecutive bytes.
-NEGINF_HOST_DEVICE int dq_offset(int row, int column, int head_dim) {
+// a warp hold the accumulator of an m16n8 mma: registers 0 and 1 belong to row lane / 4, registers
+// 2 and 3 to the row 8 below. Where a lane can add its four registers at once (from sm90 on) they
+// lie together, elsewhere register by register: either way what a warp adds with one instruction is
+// contiguous. All kernels of a launch must be compiled alike.
+#ifdef __CUDA_ARCH__
+constexpr bool kAddsVectors = __CUDA_ARCH__ >= 900;
+#else
+constexpr bool kAddsVectors = false;  // unused
+#endif
+
+// Of the j-th of the four float4 that hold columns column to column + 7 of rows row and row + 8,
+// where row % 16 < 8 and column % 8 == 0. If kAddsVectors it is lane j's of the quad that has the
+// row, otherwise register j's.
+NEGINF_HOST_DEVICE int dq_piece_offset(int row, int column, int j, int head_dim) {
   const int block = row / 16 * (head_dim / 8) + column / 8;
-  const int reg = row % 16 / 8 * 2 + column % 2;
-  const int lane = row % 8 * 4 + column % 8 / 2;
-  return block * 128 + reg * 32 + lane;
+  return block * 128 + (kAddsVectors ? row % 8 * 16 + j * 4 : j * 32 + row % 8 * 4);
 }
 
 // dtype is that of q. prepare also writes dsink.

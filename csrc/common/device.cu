@@ -43,6 +43,12 @@ int compute_capability(int device) { return device_at(device).compute_capability
 
 int num_sms(int device) { return device_at(device).num_sms; }
 
+int current_compute_capability() {
+  int device = 0;
+  cuda_check(cudaGetDevice(&device), "cudaGetDevice");
+  return compute_capability(device);
+}
+
 std::size_t max_shared_memory() {
   int device = 0;
   cuda_check(cudaGetDevice(&device), "cudaGetDevice");

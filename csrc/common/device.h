@@ -7,6 +7,7 @@ namespace neginf {
 
 // 90 for compute capability 9.0.
 int compute_capability(int device);
+int current_compute_capability();  // of the current device
 
 // Number of multiprocessors.
 int num_sms(int device);

@@ -1,5 +1,5 @@
-// How a tile of a GPU forward ends, but for the store of O. Tensors here are a thread's accumulators
-// and their coordinates seen as (rows, columns).
+// How a tile of a GPU forward ends, but for the store of O. Tensors here are a thread's
+// accumulators and their coordinates seen as (rows, columns).
 #pragma once
 
 #include <cute/tensor.hpp>

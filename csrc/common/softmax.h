@@ -130,8 +130,8 @@ class OnlineSoftmax {
   // First half of a step: makes the running maximum of every row fit the scores of one more tile of
   // keys. A maximum that is less than 2^kSlack too small stays: probabilities up to that size do no
   // harm, and after the first tiles hardly any row needs the exchange with its quad and the pass
-  // over O. Returns whether a row of the warp has a new maximum; then rescale(r, factor) has been called
-  // for each row, and what has been accumulated for it must be multiplied by the factor.
+  // over O. Returns whether a row of the warp has a new maximum; then rescale(r, factor) has been
+  // called for each row, and what has been accumulated for it must be multiplied by the factor.
   template <class Scores, class Rescale>
   __device__ __forceinline__ bool raise_maximum(const Scores& scores, const Rescale& rescale) {
     float tile_max[kRows];

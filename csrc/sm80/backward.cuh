@@ -16,16 +16,18 @@
 // Iteration t, with Q and the row statistics in stage t % 2. Where tiles of keys x rows are cut
 // both ways (P and dS go through shared memory):
 //
-//   wait, barrier | S, issue Q(t+1), dO(t+1), dP -> P, dS | barrier | dV, dK, dQ
+//   wait, barrier | S, issue Q(t+1), dO(t+1), dP -> P, dS | barrier | dV, dQ, dK
 //        |                                                    |
 //   all warps are past dQ(t-1):                          P and dS are there
 //   the other stage, sP and sdS are free
 //
 // With one stage of dO, a barrier after dV says that sdO is free, and dO(t+1) is issued there.
 // Where each warp owns whole rows of S^T (kKeepsP), P^T and dS^T go from accumulator to operand
-// in registers, and only dQ needs sdS:
+// in registers, and only dQ needs sdS. What lies in brackets may take the rows of a tile in several
+// passes: larger tiles than S^T and dP^T have registers for, so fewer barriers, and dQ fetches each
+// fragment of K for more rows.
 //
-//   wait, barrier | issue Q(t+1), dO(t+1), S -> P, dV, dP -> dS, dK | barrier | dQ
+//   wait, barrier | issue Q(t+1), dO(t+1), [S -> P, dV, dP -> dS, dK] | barrier | dQ
 //
 // Registers are what is short: dK and dV alone take half. So shared memory is addressed as
 // swizzle.h says, one register for each kind of operand.
@@ -68,6 +70,10 @@ struct BackwardTraits {
   static constexpr int kScoreWarpsKeys = Sizes::kScoreWarpsKeys;
   static constexpr int kKeyGradWarpsKeys = Sizes::kKeyGradWarpsKeys;
   static constexpr int kQueryGradWarpsRows = Sizes::kQueryGradWarpsRows;
+  static constexpr int kPasses = Sizes::kPasses;
+  static constexpr int kPassM = kBlockM / kPasses;  // rows
+  // sm_80 code of it spills, and the shared memory of an sm80 holds one such CTA, not two.
+  static constexpr bool kOnlySm90 = kPasses > 1;
   static constexpr bool kKeepsP = kScoreWarpsKeys == kWarps && kKeyGradWarpsKeys == kWarps;
 
   using MmaAtom = std::conditional_t<std::is_same_v<Element, half_t>, SM80_16x8x16_F32F16F16F32_TN,
@@ -92,7 +98,7 @@ struct BackwardTraits {
   using QueryGradA = TransposedOperandA<SharedP, kQueryGradWarpsRows>;
   using QueryGradB = TransposedOperandB<SharedK, kWarps / kQueryGradWarpsRows>;
   using KeyTile = Shape<Int<kBlockN>, Int<kHeadDim>>;
-  using ScoreTile = Shape<Int<kBlockN>, Int<kBlockM>>;
+  using ScoreTile = Shape<Int<kBlockN>, Int<kPassM>>;  // of a pass
 
   // 16 bytes per thread along a column block.
   static constexpr int kThreadsPerRow = SharedQ::kChunks;
@@ -137,17 +143,19 @@ struct CarefulRows {
     return r < rows_left && (lse[r].is_empty() || lse[r].value() != lse[r].value());
   }
 
-  // Without contraction: s must be rounded as the Lse was. A row that is empty though the mask
-  // shows it keys has had its q cleared, so its scores are no longer -inf.
-  __device__ float probability(int r, float raw, float scale) const {
-    if (r >= rows_left) return Divisor::out_of_bounds().probability(0.f);
-    return lse[r].is_empty() ? 0.f : Divisor::of(lse[r]).probability(__fmul_rn(raw, scale));
+  // P = exp2 of it. Without contraction: s must be rounded as the Lse was. A row that is empty
+  // though the mask shows it keys has had its q cleared, so its scores are no longer -inf.
+  __device__ float exponent(int r, float raw, float scale) const {
+    if (r >= rows_left || lse[r].is_empty()) return masked_score<float>();
+    return Divisor::of(lse[r]).exponent(__fmul_rn(raw, scale)) * kLog2e;
   }
 };
 
+// Their exponents are whole, so there is nothing left for the divisors in shared memory to do.
 template <typename Traits>
 __device__ __noinline__ void clear_careful_rows(CarefulRows rows, typename Traits::Element* q,
-                                                typename Traits::Element* dout) {
+                                                typename Traits::Element* dout,
+                                                RowStatistics<Traits::kBlockM>& statistics) {
   using Element = typename Traits::Element;
   Tensor sQ = make_tensor(make_smem_ptr(q), typename Traits::SharedQ::Layout{});
   Tensor sdO = make_tensor(make_smem_ptr(dout), typename Traits::SharedQ::Layout{});
@@ -156,6 +164,9 @@ __device__ __noinline__ void clear_careful_rows(CarefulRows rows, typename Trait
     if (!rows.must_clear(r)) continue;
     sQ(r, i % Traits::kHeadDim) = Element(0);
     sdO(r, i % Traits::kHeadDim) = Element(0);
+  }
+  for (int r = thread_index(); r < Traits::kBlockM; r += Traits::kThreads) {
+    statistics.divisor[r] = Log2Divisor::none();
   }
 }
 
@@ -176,15 +187,17 @@ __device__ __forceinline__ void to_probabilities(Scores& scores, const Log2Divis
   }
 }
 
-// For rows that base 2 cannot serve.
+// For rows that base 2 cannot serve: S^T to what to_probabilities takes with a scale of 1. Not to
+// P, which would put a branch around all of that, and its arithmetic could not move into the
+// products.
 template <class Scores, class RowOf>
-__device__ __forceinline__ void to_careful_probabilities(Scores& scores, const CarefulRows& rows,
-                                                         const RowOf& row_of, float scale) {
+__device__ __forceinline__ void to_careful_exponents(Scores& scores, const CarefulRows& rows,
+                                                     const RowOf& row_of, float scale) {
   CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); ++r) {
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); ++c) {
-      scores(r, c) = rows.probability(row_of(r), scores(r, c), scale);
+      scores(r, c) = rows.exponent(row_of(r), scores(r, c), scale);
     }
   }
 }
@@ -325,28 +338,42 @@ struct OrderedAdds {
   }
 };
 
-// dq_offset as a layout.
+// Where this thread's registers of the first block go that its warp adds to, see dq_piece_offset.
 template <typename Traits>
-using QueryGradLayout = Layout<
-    Shape<Shape<_8, _2, Int<Traits::kBlockM / 16>>, Shape<_2, _4, Int<Traits::kHeadDim / 8>>>,
-    Stride<Stride<_4, _64, Int<Traits::kHeadDim * 16>>, Stride<_32, _1, _128>>>;
+__device__ __forceinline__ float* query_gradient_of_thread(float* tile) {
+  constexpr int kRows = Traits::kQueryGradWarpsRows;
+  const int thread = thread_index_again();
+  const int warp = thread / 32;
+  const int block = warp % kRows * (Traits::kHeadDim / 8) + warp / kRows;
+  return tile + block * 128 + thread % 32 * (kAddsVectors ? 4 : 1);
+}
 
-// Adds one part of the columns.
-template <typename Traits, class Columns, class Part, class Accumulator>
-__device__ __forceinline__ void add_query_gradient(const BackwardRows& rows, const KeyWork& work,
-                                                   const RowStep& step, Part part,
+// Adds one part of the columns. As atomicAdd, which some compilers make an atomic with a result
+// that nobody wants.
+template <typename Traits, class Part, class Accumulator>
+__device__ __forceinline__ void add_query_gradient(float* of_thread, Part part,
                                                    const Accumulator& tQrQ) {
-  Tensor dq = make_tensor(make_gmem_ptr(rows.dq + int64_t{step.number(rows, work)} *
-                                                      (Traits::kBlockM * Traits::kHeadDim)),
-                          QueryGradLayout<Traits>{});
-  typename Traits::QueryGradMma mma;
-  Tensor tQgQ = mma.get_slice(thread_index_again())
-                    .partition_C(local_tile(dq, Shape<Int<Traits::kBlockM>, Columns>{},
-                                            make_coord(_0{}, part)));
+  constexpr int kRows = Traits::kQueryGradWarpsRows;
+  constexpr int kColumnBlocks = Traits::kHeadDim / 8;
   CUTE_UNROLL
-  for (int i = 0; i < size(tQrQ); ++i) {
-    // As atomicAdd, which some compilers make an atomic with a result that nobody wants.
-    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(&tQgQ(i)), "f"(tQrQ(i)) : "memory");
+  for (int m = 0; m < size<1>(tQrQ); ++m) {
+    CUTE_UNROLL
+    for (int n = 0; n < size<2>(tQrQ); ++n) {
+      const int block = m * kRows * kColumnBlocks + n * (Traits::kWarps / kRows) +
+                        part * (kColumnBlocks / Traits::kQueryGradParts);
+      float* to = of_thread + block * 128;
+      const float* from = &tQrQ(0, m, n);
+      if constexpr (kAddsVectors) {
+        asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(from[0]),
+                     "f"(from[1]), "f"(from[2]), "f"(from[3])
+                     : "memory");
+      } else {
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to + 32 * i), "f"(from[i]) : "memory");
+        }
+      }
+    }
   }
 }
 
@@ -378,13 +405,12 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
   Tensor tScS = score_mma.get_slice(thread_index())
                     .partition_C(make_identity_tensor(typename Traits::ScoreTile{}));
   Tensor coordinates = make_tensor(tScS.data(), select<1, 0>(rows_and_columns(tScS.layout())));
-  const auto row_in_tile = [&](int r) { return get<1>(coordinates(r, 0)); };
   const auto key_of = [&](int c) { return work.keys.first_row + get<0>(coordinates(0, c)); };
 
   constexpr int kScoreKeys = Traits::kScoreWarpsKeys;
   constexpr int kScoreRows = Traits::kWarps / kScoreKeys;
   constexpr int kScoreM = kBlockN / (16 * kScoreKeys);
-  constexpr int kScoreN = kBlockM / (16 * kScoreRows);
+  constexpr int kScoreN = Traits::kPassM / (16 * kScoreRows);
   // accumulator (keys, rows) += A B^T over head_dim.
   const auto multiply_scores = [&](auto& accumulator, uint32_t a_address, uint32_t b_address) {
     multiply_stepwise<Traits::kHeadDim / 16, kScoreN, kScoreM>(
@@ -392,12 +418,12 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
         [&](int m, int k, uint32_t (&a)[4]) { ldmatrix(a, Traits::ScoreA::at(a_address, m, k)); },
         [&](int n, int k, uint32_t (&b)[4]) { ldmatrix(b, Traits::ScoreB::at(b_address, n, k)); });
   };
-  const auto store_scores = [&](const auto& rounded, uint32_t address) {
+  const auto store_scores = [&](const auto& rounded, uint32_t address, int pass) {
     Tensor words = recast<uint32_t>(rounded);  // ((1, 2), kScoreM, 2 * kScoreN)
     CUTE_UNROLL
     for (int i = 0; i < size(words); ++i) {
       const int m = i / 2 % kScoreM;
-      const int n = i / (2 * kScoreM);
+      const int n = i / (2 * kScoreM) + pass * 2 * kScoreN;
       store_shared(Traits::ScoreStore::at(address, m, i % 2, n), words(i));
     }
   };
@@ -417,13 +443,14 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
       for (int i = 0; i < 4; ++i) a[i] = operand(i, m, k);
     };
   };
-  // accumulator (keys, head_dim) += A B over rows.
-  const auto multiply_key_gradient = [&](auto& accumulator, const auto& load_a,
-                                         uint32_t b_address) {
-    multiply_stepwise<kBlockM / 16, Traits::kHeadDim / (16 * kGradColumns),
-                      kBlockN / (16 * kGradKeys)>(
+  // accumulator (keys, head_dim) += A B over the rows of a pass, or those of all if P and dS come
+  // from shared memory.
+  const auto multiply_key_gradient = [&](auto& accumulator, const auto& load_a, uint32_t b_address,
+                                         int pass) {
+    constexpr int kK = (Traits::kKeepsP ? Traits::kPassM : kBlockM) / 16;
+    multiply_stepwise<kK, Traits::kHeadDim / (16 * kGradColumns), kBlockN / (16 * kGradKeys)>(
         key_grad_mma, accumulator, load_a, [&](int n, int k, uint32_t (&b)[4]) {
-          ldmatrix_transposed(b, Traits::KeyGradB::at(b_address, n, k));
+          ldmatrix_transposed(b, Traits::KeyGradB::at(b_address, n, k + pass * kK));
         });
   };
 
@@ -435,7 +462,7 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
   loader.load_dout(shared.dout[0]);
   loader.load_statistics(&shared.statistics[0]);
   cp_async_fence();
-  bool needs_care = loader.needs_care();
+  int needs_care = loader.needs_care();
 
   for (; steps_left > 0; --steps_left, stage ^= 1) {
     const RowStep step = loader.step();
@@ -448,7 +475,7 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
 
     if (has_next) loader.advance();
     const bool masked = !work.unmasked_tiles.contains(step.tile);
-    const bool careful = needs_care;
+    const bool careful = needs_care != 0;
     const auto load_next = [&] {
       if (has_next) {
         needs_care = loader.needs_care();
@@ -464,83 +491,88 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
     if constexpr (Traits::kKeepsP) load_next();
     const auto careful_rows = [&] { return CarefulRows::of(params, rows, work, step); };
     if (careful) {
-      clear_careful_rows<Traits>(careful_rows(), shared.q[stage], dout);
+      clear_careful_rows<Traits>(careful_rows(), shared.q[stage], dout, shared.statistics[stage]);
       __syncthreads();
     }
 
-    Tensor tSrS = partition_fragment_C(score_mma, typename Traits::ScoreTile{});
-    clear(tSrS);
-    multiply_scores(tSrS, at.k, at.q + q_stage);
-    Tensor tPrP = partition_fragment_C(score_mma, typename Traits::ScoreTile{});  // dP^T
-    const auto multiply_dout = [&] {
-      clear(tPrP);
-      multiply_scores(tPrP, at.k + kFromKToV, at.q + dout_stage);
-    };
-    // One long phase of products is better than two, where there are registers for it. It hides the
-    // loads, too.
+    using Scores = decltype(partition_fragment_C(score_mma, typename Traits::ScoreTile{}));
+    for_each(make_int_sequence<Traits::kPasses>{}, [&](auto pass) __attribute__((always_inline)) {
+      const auto row_in_tile = [&](int r) {
+        return pass * Traits::kPassM + get<1>(coordinates(r, 0));
+      };
+      const uint32_t pass_offset = pass * Traits::kPassM * Traits::SharedQ::kRowBytes;
+      Scores tSrS;
+      clear(tSrS);
+      multiply_scores(tSrS, at.k, at.q + q_stage + pass_offset);
+      Scores tPrP;  // dP^T
+      const auto multiply_dout = [&] {
+        clear(tPrP);
+        multiply_scores(tPrP, at.k + kFromKToV, at.q + dout_stage + pass_offset);
+      };
+      // One long phase of products is better than two, where there are registers for it. It hides
+      // the loads, too.
+      if constexpr (!Traits::kKeepsP) {
+        if constexpr (pass == 0) load_next();
+        multiply_dout();
+      }
+
+      Tensor p = as_rows_and_keys(tSrS);
+      const auto modifiers = ScoreModifiers::of(params.problem, work.keys.index, step.head);
+      const float scale = Traits::kModifiesScores ? modifiers.scale : params.problem.softmax_scale;
+      [[maybe_unused]] Tensor slope = make_fragment_like(tSrS);  // of softcap
+      if constexpr (Traits::kModifiesScores) {
+        const auto row_of = [&](int r) { return first_row + row_in_tile(r); };
+        if (modifiers.has_softcap) {
+          modifiers.apply_softcap(p);
+          CUTE_UNROLL
+          for (int i = 0; i < size(slope); ++i) slope(i) = 1.f - tSrS(i) * tSrS(i);
+        }
+        if (modifiers.has_alibi) {
+          const auto slope_of = [&](int) { return modifiers.alibi_slope; };
+          modifiers.apply_alibi(p, slope_of, work.mask, row_of, key_of);
+        }
+      }
+      if (masked) {
+        apply_mask(p, work.mask, [&](int r) { return first_row + row_in_tile(r); }, key_of);
+      }
+      float scale_log2 = scale * kLog2e;
+      if (careful) {
+        to_careful_exponents(p, careful_rows(), row_in_tile, scale);
+        scale_log2 = 1.f;
+      }
+      to_probabilities(p, shared.statistics[stage].divisor, row_in_tile, scale_log2);
+      if constexpr (Traits::kKeepsP) {
+        multiply_key_gradient(tVrV, load_operand(convert<Element>(tSrS)),
+                              at.q_transposed + dout_stage, pass);
+        multiply_dout();
+      } else {
+        store_scores(convert<Element>(tSrS), score_store_address<Traits>(shared.p), pass);
+      }
+
+      Tensor ds = as_rows_and_keys(tPrP);
+      to_score_gradients(ds, p, shared.statistics[stage].delta, row_in_tile);
+      if constexpr (Traits::kModifiesScores) {
+        if (modifiers.has_softcap) {
+          CUTE_UNROLL
+          for (int i = 0; i < size(slope); ++i) tPrP(i) *= slope(i);
+        }
+      }
+      if (careful) drop_weightless_keys(ds, p);
+      Tensor rounded_ds = convert<Element>(tPrP);
+      store_scores(rounded_ds, score_store_address<Traits>(shared.ds), pass);
+      if constexpr (Traits::kKeepsP) {
+        multiply_key_gradient(tKrK, load_operand(rounded_ds), at.q_transposed + q_stage, pass);
+      }
+    });
+
+    __syncthreads();
     if constexpr (!Traits::kKeepsP) {
-      load_next();
-      multiply_dout();
-    }
-
-    Tensor p = as_rows_and_keys(tSrS);
-    const auto modifiers = ScoreModifiers::of(params.problem, work.keys.index, step.head);
-    const float scale = Traits::kModifiesScores ? modifiers.scale : params.problem.softmax_scale;
-    [[maybe_unused]] Tensor slope = make_fragment_like(tSrS);  // of softcap
-    if constexpr (Traits::kModifiesScores) {
-      const auto row_of = [&](int r) { return first_row + row_in_tile(r); };
-      if (modifiers.has_softcap) {
-        modifiers.apply_softcap(p);
-        CUTE_UNROLL
-        for (int i = 0; i < size(slope); ++i) slope(i) = 1.f - tSrS(i) * tSrS(i);
-      }
-      if (modifiers.has_alibi) {
-        const auto slope_of = [&](int) { return modifiers.alibi_slope; };
-        modifiers.apply_alibi(p, slope_of, work.mask, row_of, key_of);
-      }
-    }
-    if (masked) {
-      apply_mask(p, work.mask, [&](int r) { return first_row + row_in_tile(r); }, key_of);
-    }
-    if (careful) {
-      to_careful_probabilities(p, careful_rows(), row_in_tile, scale);
-    } else {
-      to_probabilities(p, shared.statistics[stage].divisor, row_in_tile, scale * kLog2e);
-    }
-    if constexpr (Traits::kKeepsP) {
-      multiply_key_gradient(tVrV, load_operand(convert<Element>(tSrS)),
-                            at.q_transposed + dout_stage);
-    } else {
-      store_scores(convert<Element>(tSrS), score_store_address<Traits>(shared.p));
-    }
-
-    if constexpr (Traits::kKeepsP) multiply_dout();
-    Tensor ds = as_rows_and_keys(tPrP);
-    to_score_gradients(ds, p, shared.statistics[stage].delta, row_in_tile);
-    if constexpr (Traits::kModifiesScores) {
-      if (modifiers.has_softcap) {
-        CUTE_UNROLL
-        for (int i = 0; i < size(slope); ++i) tPrP(i) *= slope(i);
-      }
-    }
-    if (careful) drop_weightless_keys(ds, p);
-    Tensor rounded_ds = convert<Element>(tPrP);
-    store_scores(rounded_ds, score_store_address<Traits>(shared.ds));
-
-    if constexpr (Traits::kKeepsP) {
-      multiply_key_gradient(tKrK, load_operand(rounded_ds), at.q_transposed + q_stage);
-      __syncthreads();
-    } else {
-      __syncthreads();
-      multiply_key_gradient(tVrV, load_scores(at.ds - kFromDsToP), at.q_transposed + dout_stage);
+      multiply_key_gradient(tVrV, load_scores(at.ds - kFromDsToP), at.q_transposed + dout_stage, 0);
       if constexpr (kSingleDout) __syncthreads();
     }
     if constexpr (kSingleDout) {
       if (has_next) loader.load_dout(shared.dout[0]);
       cp_async_fence();
-    }
-    if constexpr (!Traits::kKeepsP) {
-      multiply_key_gradient(tKrK, load_scores(at.ds), at.q_transposed + q_stage);
     }
 
     const auto order = OrderedAdds::of(params, rows, work, step, kBlockN);
@@ -561,8 +593,13 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
             ldmatrix_transposed(b, Traits::QueryGradB::at(at_query.k_transposed, part * kN + n, k));
           });
       if (part == 0) order.wait();
-      add_query_gradient<Traits, Columns>(rows, work, step, part, tQrQ);
+      float* const of_thread =
+          query_gradient_of_thread<Traits>(rows.dq_of(step.number(rows, work)));
+      add_query_gradient<Traits>(of_thread, part, tQrQ);
     });
+    if constexpr (!Traits::kKeepsP) {  // last, so that the adds drain behind it
+      multiply_key_gradient(tKrK, load_scores(at.ds), at.q_transposed + q_stage, 0);
+    }
     order.pass_on();
   }
   __syncthreads();  // the epilogue writes where K and V were
@@ -600,6 +637,9 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads)
     backward_kernel(const __grid_constant__ BackwardParams<float> params,
                     const __grid_constant__ BackwardRows rows) {
+#if __CUDA_ARCH__ < 900
+  if constexpr (Traits::kOnlySm90) return;
+#endif
   extern __shared__ __align__(128) char shared_memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(shared_memory);
 
@@ -662,9 +702,13 @@ void run_backward(const BackwardParams<float>& params) {
   using ModifiesScores = BackwardTraits<Element, kHeadDim, typename Tiles::ModifiesScores, true>;
   static_assert(sizeof(typename Small::SharedStorage) <= 99 * 1024);
   static_assert(sizeof(typename ModifiesScores::SharedStorage) <= 99 * 1024);
+  const auto fits = [] {
+    return sizeof(typename Large::SharedStorage) <= max_shared_memory() &&
+           (!Large::kOnlySm90 || current_compute_capability() == 90);
+  };
   if (params.problem.softcap != 0.f || params.problem.alibi_slopes != nullptr) {
     run_tiles<ModifiesScores>(params);
-  } else if (sizeof(typename Large::SharedStorage) <= max_shared_memory()) {
+  } else if (fits()) {
     run_tiles<Large>(params);
   } else {
     run_tiles<Small>(params);

@@ -36,14 +36,14 @@
 //
 // What bounds them is the latency of a warp that has one neighbour on its scheduler, then shared
 // memory. So d64 keeps P in registers and runs two CTAs; the large tiles from d96 on cut keys x
-// rows both ways, which reads each fragment less often. Parts of dQ pay where its adds are many: at
-// d256 they took a quarter of the time.
+// rows both ways, which reads each fragment less often. Parts of dQ paid where its adds were many
+// and each a single float.
 #pragma once
 
 namespace neginf::sm80 {
 
 template <int kBlockM_, int kBlockN_, int kWarps_, int kScoreWarpsKeys_, int kKeyGradWarpsKeys_,
-          int kQueryGradWarpsRows_, int kStagesDout_, int kQueryGradParts_>
+          int kQueryGradWarpsRows_, int kStagesDout_, int kQueryGradParts_, int kPasses_ = 1>
 struct BackwardSizes {
   static constexpr int kBlockM = kBlockM_;  // query rows
   static constexpr int kBlockN = kBlockN_;  // keys
@@ -54,6 +54,8 @@ struct BackwardSizes {
   static constexpr int kQueryGradWarpsRows = kQueryGradWarpsRows_;  // dQ: (rows, head_dim)
   static constexpr int kStagesDout = kStagesDout_;
   static constexpr int kQueryGradParts = kQueryGradParts_;  // of the columns of dQ, in turn
+  // S^T, P, dP^T and dS of a tile are made in so many passes over its rows.
+  static constexpr int kPasses = kPasses_;
 };
 
 // Large: where shared memory allows it. Small: elsewhere; fits the 99 KB of sm86, sm89 and sm120.
@@ -63,8 +65,8 @@ struct BackwardTiles;
 
 template <>
 struct BackwardTiles<64> {
-  using Large = BackwardSizes<32, 128, 4, 4, 4, 2, 2, 2>;  // 57 KB
-  using Small = Large;
+  using Large = BackwardSizes<64, 128, 4, 4, 4, 2, 2, 1, 2>;  // 97 KB, sm90
+  using Small = BackwardSizes<32, 128, 4, 4, 4, 2, 2, 2>;     // 57 KB
   using ModifiesScores = BackwardSizes<64, 64, 4, 4, 4, 2, 2, 1>;
 };
 
@@ -72,7 +74,7 @@ template <>
 struct BackwardTiles<96> {
   using Large = BackwardSizes<64, 64, 4, 2, 2, 2, 2, 1>;  // 89 KB
   using Small = Large;
-  using ModifiesScores = Large;
+  using ModifiesScores = BackwardSizes<32, 64, 4, 4, 4, 2, 2, 1>;  // more rows spill
 };
 
 template <>
@@ -91,7 +93,7 @@ struct BackwardTiles<192> {
 
 template <>
 struct BackwardTiles<256> {
-  using Large = BackwardSizes<64, 64, 8, 4, 2, 2, 1, 2>;  // 177 KB: sm90 and newer
+  using Large = BackwardSizes<64, 64, 8, 4, 2, 2, 1, 1>;  // 177 KB: sm90 and newer
   using Small = BackwardSizes<32, 32, 4, 2, 2, 2, 1, 1>;
   using ModifiesScores = Small;
 };

@@ -35,9 +35,13 @@ struct KeyWork {
     const Problem<float>& problem = params.problem;
     const Problem<float> key_problem = keys_as_rows(problem);
     const int tiles = static_cast<int>(num_row_tiles(key_problem, block_n));
-    const int head_k = work / tiles;
+    int head_k = work / tiles;
     int tile = work - head_k * tiles;
-    if (params.deterministic) tile = tiles - 1 - tile;
+    if (params.deterministic) {
+      tile = tiles - 1 - tile;
+    } else if (problem.window_right >= 0) {
+      put_long_tiles_first(params, tiles, work, head_k, tile);
+    }
     const RowTile keys = find_row_tile(key_problem, block_n, tile);
     const Sequence queries = query_sequence(problem, keys.index);
     const Mask mask = mask_of(problem, queries, keys.sequence);
@@ -55,6 +59,26 @@ struct KeyWork {
             tiles_covering(mask.rows_of_keys(keys.rows(block_n)), block_m),
             {(common.begin + block_m - 1) / block_m, common_end / block_m},
             first_row_tile(problem, block_m, keys.index)};
+  }
+
+ private:
+  // With a causal mask the first tile of keys is the longest. Sequence by sequence that would leave
+  // a few long ones to the end, when most multiprocessors are idle. So what runs last, a few CTAs
+  // for each multiprocessor, is sorted: tile 0 of all sequences and heads among it, then tile 1...
+  static __device__ void put_long_tiles_first(const BackwardParams<float>& params, int tiles,
+                                              int work, int& head_k, int& tile) {
+    constexpr int kSortedPerSm = 4;
+    const Problem<float>& problem = params.problem;
+    // Packed sequences have different lengths and are not told apart.
+    const int sequences = problem.cu_seqlens_k == nullptr ? problem.batch : 1;
+    const int tiles_each = tiles / sequences;
+    const int all = problem.num_heads_k * sequences;
+    const int sorted = min(all, (kSortedPerSm * params.num_sms + tiles_each - 1) / tiles_each);
+    const int number = work - (all - sorted) * tiles_each;
+    if (number < 0) return;
+    const int sequence = all - sorted + number % sorted;
+    head_k = sequence / sequences;
+    tile = number / sorted + sequence % sequences * tiles_each;
   }
 };
 
@@ -101,9 +125,10 @@ class RowLoader {
     find_whether_whole();
   }
 
-  // Of the step. Read from global memory an iteration before it is needed.
-  __device__ __forceinline__ bool needs_care() const {
-    return rows_.statistics_of<Traits::kBlockM>(number())->needs_care != 0;
+  // Of the step. Read from global memory an iteration before it is needed; to compare it earlier
+  // would be to wait for it.
+  __device__ __forceinline__ int needs_care() const {
+    return rows_.statistics_of<Traits::kBlockM>(number())->needs_care;
   }
 
   __device__ __forceinline__ void load_q(const Element* shared) const {

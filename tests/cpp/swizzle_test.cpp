@@ -188,9 +188,11 @@ int main() {
   check_forward<64, 96, 192, 4>();
   check_forward<64, 64, 256, 4>();
 
+  check_backward<64, 64, 128, 4, 4, 4, 2>();
   check_backward<64, 32, 128, 4, 4, 4, 2>();
   check_backward<64, 64, 64, 4, 4, 4, 2>();
   check_backward<96, 64, 64, 4, 2, 2, 2>();
+  check_backward<96, 32, 64, 4, 4, 4, 2>();
   check_backward<128, 64, 128, 8, 4, 4, 2>();
   check_backward<128, 32, 64, 4, 4, 4, 2>();
   check_backward<192, 64, 64, 8, 2, 2, 2>();
