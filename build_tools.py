@@ -170,7 +170,7 @@ class Plan:
 
     @classmethod
     def _default_backends(cls, torch, available) -> tuple[tuple[str, ...], str]:
-        wanted = {best for i in range(torch.cuda.device_count()) if (best := _best_for(i, torch))}
+        wanted = set().union(*(_best_for(i, torch) for i in range(torch.cuda.device_count())))
         if not wanted:
             gpus = [b for b in available if b != "cpu"]
             ask = f" To build GPU kernels anyway, set NEGINF_BACKENDS={','.join(gpus)}."
@@ -208,12 +208,12 @@ class Plan:
         return kernels
 
 
-def _best_for(device: int, torch) -> str | None:
-    major, _ = torch.cuda.get_device_capability(device)
-    available = available_backends()
-    if major == 9 and "sm90" in available:
-        return "sm90"
-    return "sm80" if major >= 8 and "sm80" in available else None
+def _best_for(device: int, torch) -> set[str]:
+    major, minor = torch.cuda.get_device_capability(device)
+    wanted = {"sm80"} if major >= 8 else set()
+    if (major, minor) == (9, 0):
+        wanted.add("sm90")  # beside sm80, which has the backward
+    return wanted & set(available_backends())
 
 
 def _why_no_cuda(torch) -> str | None:

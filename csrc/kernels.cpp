@@ -43,6 +43,7 @@ const char* name(Arch arch) {
     case Arch::cpu: return "cpu";
     case Arch::cuda: return "cuda";
     case Arch::sm80: return "sm80";
+    case Arch::sm90: return "sm90";
   }
   return "?";
 }

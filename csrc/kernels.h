@@ -16,7 +16,7 @@ namespace neginf {
 enum class Operation : int { forward, backward, combine, combine_backward };
 
 // cuda: plain CUDA without tensor-core instructions, runs on every GPU the build has code for.
-enum class Arch : int { cpu, cuda, sm80 };
+enum class Arch : int { cpu, cuda, sm80, sm90 };
 
 // For kernels that take any head_dim.
 constexpr int kAnyHeadDim = std::numeric_limits<int>::max();

@@ -96,7 +96,7 @@ def test_backend_restores_after_an_error():
 
 def test_an_unknown_back_end_names_the_known_ones():
     with (
-        pytest.raises(ValueError, match=r"backend: got 'sm12'; accepted are cpu, sm80"),
+        pytest.raises(ValueError, match=r"backend: got 'sm12'; accepted are cpu, sm80, sm90"),
         neginf.backend("sm12"),
     ):
         pass
@@ -117,7 +117,7 @@ def test_environment_variable_is_honoured_at_import():
     assert run_python("-c", program, NEGINF_BACKEND="").stdout == "None\n"
     wrong = run_python("-c", program, NEGINF_BACKEND="gpu")
     assert wrong.returncode != 0
-    assert "NEGINF_BACKEND: got 'gpu'; accepted are cpu, sm80" in wrong.stderr
+    assert "NEGINF_BACKEND: got 'gpu'; accepted are cpu, sm80, sm90" in wrong.stderr
 
 
 def test_info_command():

@@ -3,6 +3,13 @@
 
 namespace neginf {
 
+// Into what a forward kernel cuts its problem.
+struct BlockSizes {
+  int queries;
+  int keys;
+  int per_sm;  // CTAs at a time
+};
+
 // `tiles` is the number of thread blocks without splitting, `key_tiles` how many key tiles each of
 // them walks through, `num_slots` how many blocks the GPU runs at a time. Splitting pays only while
 // slots stand idle: the partial states cost a round trip through memory and a combine. Takes the

@@ -36,6 +36,8 @@
 // a time.)
 #pragma once
 
+#include "../common/split_heuristic.h"
+
 namespace neginf::sm80 {
 
 template <int kBlockM_, int kBlockN_, int kWarps_, int kBlocksPerSm_>
@@ -70,13 +72,6 @@ struct ForwardTile<192, true> : TileSizes<64, 64, 4, 2> {};
 template <bool kModifiesScores>
 struct ForwardTile<256, kModifiesScores> : TileSizes<64, 64, 4, 2> {};
 
-// The same at run time, for who must know how many tiles a problem has.
-struct BlockSizes {
-  int queries;
-  int keys;
-  int per_sm;
-};
-
 template <int kHeadDim>
 constexpr BlockSizes forward_block(bool modifies_scores) {
   using Plain = ForwardTile<kHeadDim, false>;
@@ -84,14 +79,6 @@ constexpr BlockSizes forward_block(bool modifies_scores) {
   return modifies_scores
              ? BlockSizes{Modifying::kBlockM, Modifying::kBlockN, Modifying::kBlocksPerSm}
              : BlockSizes{Plain::kBlockM, Plain::kBlockN, Plain::kBlocksPerSm};
-}
-
-constexpr BlockSizes forward_block(int head_dim, bool modifies_scores) {
-  return head_dim <= 64    ? forward_block<64>(modifies_scores)
-         : head_dim <= 96  ? forward_block<96>(modifies_scores)
-         : head_dim <= 128 ? forward_block<128>(modifies_scores)
-         : head_dim <= 192 ? forward_block<192>(modifies_scores)
-                           : forward_block<256>(modifies_scores);
 }
 
 }  // namespace neginf::sm80

@@ -25,8 +25,10 @@ std::span<const Arch> archs_for(const at::Tensor& tensor) {
   static constexpr Arch kCpu[] = {Arch::cpu};
   if (tensor.is_cpu()) return kCpu;
 #ifdef NEGINF_WITH_CUDA
-  static constexpr Arch kGpu[] = {Arch::sm80, Arch::cuda};
-  if (tensor.is_cuda() && compute_capability(tensor.get_device()) >= 80) return kGpu;
+  static constexpr Arch kGpu[] = {Arch::sm90, Arch::sm80, Arch::cuda};
+  const int capability = tensor.is_cuda() ? compute_capability(tensor.get_device()) : 0;
+  if (capability == 90) return kGpu;
+  if (capability >= 80) return std::span(kGpu).subspan(1);
 #endif
   return {};
 }
@@ -45,7 +47,7 @@ void check_forced_arch_runs(Arch forced, std::span<const Arch> archs, const at::
 std::string contents_of_build(Operation operation) {
   std::ostringstream text;
   bool any = false;
-  for (const Arch arch : {Arch::cpu, Arch::cuda, Arch::sm80}) {
+  for (const Arch arch : {Arch::cpu, Arch::cuda, Arch::sm80, Arch::sm90}) {
     std::set<std::string> entries;
     for (const Kernel& kernel : built_kernels()) {
       if (kernel.operation != operation || kernel.arch != arch) continue;
@@ -69,13 +71,13 @@ void set_backend(std::optional<std::string> backend) {
     forced_arch = std::nullopt;
     return;
   }
-  for (const Arch arch : {Arch::cpu, Arch::sm80}) {
+  for (const Arch arch : {Arch::cpu, Arch::sm80, Arch::sm90}) {
     if (*backend == name(arch)) {
       forced_arch = arch;
       return;
     }
   }
-  TORCH_CHECK_VALUE(false, "backend: got '", *backend, "'; accepted are cpu and sm80");
+  TORCH_CHECK_VALUE(false, "backend: got '", *backend, "'; accepted are cpu, sm80 and sm90");
 }
 
 std::optional<std::string> get_backend() {

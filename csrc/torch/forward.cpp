@@ -14,6 +14,7 @@
 #include "common/query_packing.h"
 #include "common/split_heuristic.h"
 #include "sm80/forward_tile_sizes.h"
+#include "sm90/forward_tile_sizes.h"
 #include "torch/backend.h"
 #include "torch/inputs.h"
 #include "torch/node.h"
@@ -25,12 +26,29 @@ namespace {
 
 using at::Tensor;
 
-// `head_dim` is the kernel's. Must cut the problem into tiles as launch_forward does.
-int resolve_num_splits(const Options& options, const Shape& shape, int head_dim, int num_sms) {
+template <int kHeadDim>
+BlockSizes forward_block(Arch arch, bool modifies_scores) {
+  return arch == Arch::sm90 ? sm90::forward_block<kHeadDim>(modifies_scores)
+                            : sm80::forward_block<kHeadDim>(modifies_scores);
+}
+
+BlockSizes forward_block(const Kernel& kernel, bool modifies_scores) {
+  switch (kernel.head_dim) {
+    case 64: return forward_block<64>(kernel.arch, modifies_scores);
+    case 96: return forward_block<96>(kernel.arch, modifies_scores);
+    case 128: return forward_block<128>(kernel.arch, modifies_scores);
+    case 192: return forward_block<192>(kernel.arch, modifies_scores);
+    default: return forward_block<256>(kernel.arch, modifies_scores);
+  }
+}
+
+// Must cut the problem into tiles as launch_forward does.
+int resolve_num_splits(const Options& options, const Shape& shape, const Kernel& kernel,
+                       int num_sms) {
   if (options.num_splits != 0) return static_cast<int>(options.num_splits);
   if (num_sms == 0) return 1;
   const bool modifies_scores = options.softcap != 0 || options.alibi_slopes.has_value();
-  const sm80::BlockSizes block = sm80::forward_block(head_dim, modifies_scores);
+  const BlockSizes block = forward_block(kernel, modifies_scores);
   const auto packing = QueryPacking::of(shape.seqlen_q, static_cast<int>(shape.num_heads),
                                         static_cast<int>(shape.num_heads_k), block.queries);
   const int64_t row_tiles = (shape.seqlen_q + packing.positions - 1) / packing.positions;
@@ -86,7 +104,7 @@ std::tuple<Tensor, Tensor> run_forward(const Tensor& q, const Tensor& k, const T
     params.out = out.mutable_data_ptr();
     params.out_strides = strides_of(out);
     params.lse = lse_data<Real>(lse);
-    params.num_splits = resolve_num_splits(options, shape, kernel.head_dim, params.num_sms);
+    params.num_splits = resolve_num_splits(options, shape, kernel, params.num_sms);
     if (params.num_splits == 1) {
       launch(kernel, params);
     } else {

@@ -12,8 +12,8 @@ import torch
 
 from neginf import _C
 
-# The compute capabilities on which each GPU back-end runs: sm80 is carried as PTX too.
-GPU_BACKENDS = {"sm80": "8.0 or later"}
+# The compute capabilities on which each GPU back-end runs: sm80 is carried as PTX too, sm90 is not.
+GPU_BACKENDS = {"sm80": "8.0 or later", "sm90": "9.0"}
 BACKENDS = ("cpu", *GPU_BACKENDS)
 
 # Kernels in plain CUDA, part of every GPU back-end.
@@ -88,10 +88,14 @@ def _describe(name: str) -> Backend:
     if name not in _built():
         command = install_command(*_built(), name)
         return Backend(name, False, False, why=f"not in this build; to add it: {command}")
-    if name == "cpu" or any(capability >= (8, 0) for _, capability in visible_gpus()):
+    if name == "cpu" or any(_runs_on(capability, name) for _, capability in visible_gpus()):
         return Backend(name, True, True, operations)
     why = f"built, but no GPU of compute capability {GPU_BACKENDS[name]} is visible"
     return Backend(name, True, False, operations, why)
+
+
+def _runs_on(capability: tuple[int, int], name: str) -> bool:
+    return capability == (9, 0) if name == "sm90" else capability >= (8, 0)
 
 
 def _built() -> list[str]:

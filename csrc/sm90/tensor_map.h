@@ -1,0 +1,83 @@
+// Tensor maps: what the tensor memory accelerator must know to fetch tiles of q, k and v.
+//
+// A tile in shared memory consists of column blocks of one swizzle width; each is fetched by one
+// instruction. Coordinates past a dimension's end, or negative, are filled with zeros. The rows of
+// a sequence must end where the sequence ends, not where the buffer does: what follows may be
+// another sequence or hold NaN. Therefore the row of a tensor is two dimensions with the same
+// stride:
+//
+//     row in the tile, of which there are tile_rows    +    row offset of the tile
+//
+// with the first one moved so far to its end that just `rows` of them are left (see load_tile in
+// tma.cuh). What that moves, the offset moves back; it must not be negative, so the map starts
+// tile_rows rows in front of the tensor, where nothing is ever read.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "../common/cuda_check.h"
+#include "../params.h"
+
+namespace neginf::sm90 {
+
+// The driver's encoder, found at run time so that the extension need not be linked with the driver.
+inline auto tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    cuda_check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                cudaEnableDefault, &found),
+               "cuTensorMapEncodeTiled");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return encoder;
+}
+
+// What one instruction fetches: swizzle_columns x heads x positions elements. A tile has tile_rows
+// >= heads * positions rows, row r being head r % heads of position r / heads.
+struct TensorBox {
+  int swizzle_columns;
+  int heads;
+  int positions;
+};
+
+// Of a (batch, rows, heads, head_dim) tensor of 16-bit elements; dimensions of the map: column,
+// head, position in the tile, offset of the tile, batch.
+inline CUtensorMap tensor_map(const void* tensor, DType dtype, const Strides& strides, int batch,
+                              int64_t rows, int heads, int head_dim, const TensorBox& box) {
+  if (rows == 0) return {};  // nothing will be fetched
+  // The stride of a dimension that has no second element may be anything, also what a map refuses.
+  const auto bytes = [](int64_t stride, int64_t size) { return size > 1 ? 2 * stride : 16; };
+  const int64_t row_bytes = bytes(strides.row, rows);
+  const char* start = static_cast<const char*>(tensor) - box.positions * row_bytes;
+  const cuuint64_t dims[] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(heads),
+                             static_cast<cuuint64_t>(box.positions),
+                             static_cast<cuuint64_t>(rows + box.positions + 1),
+                             static_cast<cuuint64_t>(batch)};
+  const cuuint64_t byte_strides[] = {
+      static_cast<cuuint64_t>(bytes(strides.head, heads)), static_cast<cuuint64_t>(row_bytes),
+      static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(bytes(strides.batch, batch))};
+  const cuuint32_t box_dims[] = {static_cast<cuuint32_t>(box.swizzle_columns),
+                                 static_cast<cuuint32_t>(box.heads),
+                                 static_cast<cuuint32_t>(box.positions), 1, 1};
+  const cuuint32_t element_strides[] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = tensor_map_encoder()(
+      &map,
+      dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      5, const_cast<char*>(start), dims, byte_strides, box_dims, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      box.swizzle_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("neginf: cuTensorMapEncodeTiled failed with error " +
+                             std::to_string(static_cast<int>(result)));
+  }
+  return map;
+}
+
+}  // namespace neginf::sm90

@@ -1,0 +1,67 @@
+// Barriers in shared memory and the loads that complete on them.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "tensor_map.h"
+
+namespace neginf::sm90 {
+
+using LoadBarrier = cutlass::arch::ClusterTransactionBarrier;  // a load has arrived
+using ReadBarrier = cutlass::arch::ClusterBarrier;             // its readers are done
+
+// A ring of kStages buffers: full[s] says that the load of buffer s has arrived, empty[s] that
+// every reading warp is past it. A role counts the tiles that it has seen; that says which buffer
+// is next and which phase its barriers are in.
+template <int kStages>
+struct Ring {
+  LoadBarrier full[kStages];
+  ReadBarrier empty[kStages];
+
+  static __device__ __forceinline__ int stage(int count) { return count % kStages; }
+  static __device__ __forceinline__ uint32_t phase(int count) { return count / kStages % 2; }
+
+  __device__ void init(int reading_warps) {
+    for (int s = 0; s < kStages; ++s) {
+      full[s].init(1);
+      empty[s].init(reading_warps);
+    }
+  }
+
+  // The first kStages buffers are free from the start.
+  __device__ __forceinline__ LoadBarrier& wait_empty(int count) {
+    empty[stage(count)].wait(phase(count) ^ 1);
+    return full[stage(count)];
+  }
+  __device__ __forceinline__ void wait_full(int count) { full[stage(count)].wait(phase(count)); }
+  // For the calling warp, all lanes of which are past their reads.
+  __device__ __forceinline__ void release(int count) {
+    if (threadIdx.x % 32 == 0) empty[stage(count)].arrive();
+  }
+};
+
+struct TileCoordinates {
+  int head;
+  int first_row;  // of the tile in the buffer
+  int rows;       // that exist; those after them become 0. Any number, also negative
+  int batch;
+};
+
+// All column blocks of a tile, by one thread, which has made the barrier expect their bytes.
+template <int kColumns, int kSwizzleColumns, class Element>
+__device__ __forceinline__ void load_tile(const CUtensorMap& map, LoadBarrier& barrier,
+                                          Element* tile, int block_elements, int box_positions,
+                                          const TileCoordinates& at) {
+  const int left = at.rows < 0 ? 0 : at.rows < box_positions ? at.rows : box_positions;
+  CUTE_UNROLL
+  for (int column = 0; column < kColumns; column += kSwizzleColumns) {
+    cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
+                                 static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                 tile + column / kSwizzleColumns * block_elements, column, at.head,
+                                 box_positions - left, at.first_row + left, at.batch);
+  }
+}
+
+}  // namespace neginf::sm90
