@@ -2,16 +2,25 @@
 
 from neginf.attention import flash_attn_func, flash_attn_varlen_func
 from neginf.backends import backend, backends
-from neginf.merge import flash_attn_combine, merge_states
+from neginf.merge import (
+    apply_sink,
+    flash_attn_combine,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
 from neginf.ops import build_info
 
 __version__ = build_info()["version"]
 
 __all__ = [
+    "apply_sink",
     "backend",
     "backends",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "merge_state",
+    "merge_state_in_place",
     "merge_states",
 ]
