@@ -1,5 +1,6 @@
 """Attention whose log-sum-exp can be trusted: a row that sees no key has L = ln 0 = -inf."""
 
+from neginf import convert
 from neginf.attention import flash_attn_func, flash_attn_varlen_func
 from neginf.backends import backend, backends
 from neginf.merge import (
@@ -17,6 +18,7 @@ __all__ = [
     "apply_sink",
     "backend",
     "backends",
+    "convert",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_varlen_func",
