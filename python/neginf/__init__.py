@@ -3,6 +3,12 @@
 from neginf import convert
 from neginf.attention import flash_attn_func, flash_attn_varlen_func
 from neginf.backends import backend, backends
+from neginf.cascade import (
+    CascadeLevel,
+    cascade_attention,
+    chunked_attention,
+    shared_prefix_attention,
+)
 from neginf.merge import (
     apply_sink,
     flash_attn_combine,
@@ -15,9 +21,12 @@ from neginf.ops import build_info
 __version__ = build_info()["version"]
 
 __all__ = [
+    "CascadeLevel",
     "apply_sink",
     "backend",
     "backends",
+    "cascade_attention",
+    "chunked_attention",
     "convert",
     "flash_attn_combine",
     "flash_attn_func",
@@ -25,4 +34,5 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "shared_prefix_attention",
 ]
