@@ -210,7 +210,7 @@ def to_flashinfer(out, lse):
     """
     _check_state(out, lse)
     _check_packed(out)
-    return out, _heads_last(_divide(lse, LN_2), True)
+    return out, _heads_last(lse_to_base2(lse), True)
 
 
 def from_sentinel(out, lse, value, *, base2=False, heads_last=False):
@@ -255,8 +255,18 @@ def to_sentinel(out, lse, value, *, base2=False, heads_last=False):
     """
     _check_finite(value)
     _check_state(out, lse)
-    scaled = _divide(lse, LN_2) if base2 else lse
+    scaled = lse_to_base2(lse) if base2 else lse
     return out, _heads_last(torch.where(lse == NEG_INF, value, scaled), heads_last)
+
+
+def lse_from_base2(lse):
+    """Logarithms in base 2 -> natural ones, in any layout; -inf and its gradient of 0 stay."""
+    return torch.where(lse == NEG_INF, NEG_INF, lse * LN_2)
+
+
+def lse_to_base2(lse):
+    """Natural logarithms -> base 2, in any layout; -inf and its gradient of 0 stay."""
+    return torch.where(lse == NEG_INF, NEG_INF, lse / LN_2)
 
 
 def lse_from_padded(lse, cu_seqlens, total):
@@ -327,7 +337,7 @@ def _marks_to_empty(out, lse, marked):
 
 def _state(out, lse, empty, base2):
     """The state with these rows empty; elsewhere no infinity is left."""
-    natural = lse * LN_2 if base2 else lse
+    natural = lse_from_base2(lse) if base2 else lse
     natural = torch.where(lse == INF, NAN, natural)
     is_empty_row = empty.transpose(-1, -2).unsqueeze(-1)
     return torch.where(is_empty_row, 0, out), torch.where(empty, NEG_INF, natural)
@@ -343,11 +353,6 @@ def _with_sink(lse, sink):
     empty = lse == NEG_INF
     both = torch.logaddexp(torch.where(empty, 0, lse), sink)
     return torch.where(empty, sink, both)
-
-
-def _divide(lse, unit):
-    """lse / unit, whose gradient is 0 in empty rows whatever comes in."""
-    return torch.where(lse == NEG_INF, NEG_INF, lse / unit)
 
 
 def _heads_first(lse, heads_last):
