@@ -19,7 +19,8 @@ def attention(q, k, v, visible=None):
     if visible is not None:
         scores = torch.where(visible, scores, NEG_INF)
     if k.shape[-2] == 0:
-        return torch.zeros_like(q).transpose(1, 2), scores.new_full(scores.shape[:-1], NEG_INF)
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1]).transpose(1, 2)
+        return out, scores.new_full(scores.shape[:-1], NEG_INF)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - torch.where(lse == NEG_INF, 0, lse)[..., None])
     return (weights @ v).transpose(1, 2), lse

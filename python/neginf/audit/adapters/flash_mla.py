@@ -42,7 +42,7 @@ class FlashMlaSparse(_FlashMla):
     def attend(self, q, k, v, causal=False):
         rows = torch.arange(q.shape[1], device=q.device)[:, None]
         keys = torch.arange(self.top_k, device=q.device)[None, :]
-        last = rows + k.shape[1] - q.shape[1] if causal else k.shape[1] - 1
+        last = rows + k.shape[1] - q.shape[1] if causal else torch.full_like(rows, k.shape[1] - 1)
         return self._call(q, k, torch.where(keys <= last, keys, -1))
 
     def _call(self, q, k, indices):
