@@ -89,6 +89,11 @@ def test_padded_layouts():
     assert findings["backward_of_lse"] == ("0, without an error", False)
 
 
+def test_a_mask_aligned_otherwise():
+    finding = probes.run("masked_row", audit_adapters.TopLeft())
+    assert finding == ("the row sees keys: the mask is aligned otherwise", False)
+
+
 def test_an_lse_that_is_none():
     findings = probe(audit_adapters.Nonsense)
     assert findings["lse"] == ("not understood, shape (2, 4, 9)", False)

@@ -316,25 +316,6 @@ def test_gradients_of_the_padded_layout():
     assert gradcheck(function, (lse,))
 
 
-@runs_on("combine", dtypes=("bfloat16",), gpu_only=True)
-def test_no_sync(target):
-    before = torch.cuda.get_sync_debug_mode()
-    out = torch.randn(5, 2, 64, device=target.device, dtype=target.dtype)
-    lse = torch.randn(2, 5, device=target.device)
-    cu_seqlens = int32([0, 2, 5], target.device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        convert.from_fa2(*convert.to_fa2(out, lse))
-        convert.from_fa3(*convert.to_fa3(out, lse))
-        convert.from_flashmla(*convert.to_flashmla(out, lse), attn_sink=lse[:, 0])
-        convert.from_flashinfer(*convert.to_flashinfer(out, lse))
-        convert.from_sentinel(*convert.to_sentinel(out, lse, -1e30), -1e30)
-        padded = convert.to_fa2(out, lse, cu_seqlens_q=cu_seqlens, max_seqlen_q=3)
-        convert.from_fa2(*padded, cu_seqlens_q=cu_seqlens)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
 def test_compiles_without_a_graph_break():
     def function(out, lse):
         return convert.from_fa2(*convert.to_fa2(*convert.from_flashinfer(out, lse)))

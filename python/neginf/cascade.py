@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from neginf.attention import flash_attn_func, flash_attn_varlen_func
-from neginf.merge import merge_states
+from neginf.merge import apply_sink, merge_states
 
 
 class CascadeLevel(NamedTuple):
@@ -82,13 +82,13 @@ def cascade_attention(
             level.max_seqlen_q,
             level.max_seqlen_k,
             softmax_scale=softmax_scale,
-            causal=causal and is_last,
+            causal=causal and level is levels[-1],
             softcap=softcap,
             deterministic=deterministic,
-            sink=sink if is_last else None,
+            sink=sink if level is levels[-1] else None,
             return_lse=True,
         )
-        for level, is_last in zip(levels, [False] * (len(levels) - 1) + [True], strict=True)
+        for level in levels
     ]
     return _merged(states, return_lse)
 
@@ -190,13 +190,16 @@ def chunked_attention(
         ValueError: chunks that do not add up to seqlen_k, as soon as that is known. Otherwise, and
             TypeError, as :func:`neginf.flash_attn_func`.
     """
+    if q.dim() != 4:
+        raise ValueError(
+            f"q: got {q.dim()} dimensions; accepted is (batch, seqlen_q, heads, head_dim)"
+        )
     accumulate = torch.promote_types(q.dtype, torch.float32)
     batch, seqlen_q, num_heads, _ = q.shape
-    if sink is None:
-        sink = q.new_full((num_heads,), float("-inf"), dtype=accumulate)
-    # No key but the sink so far.
     out = torch.zeros_like(q, dtype=accumulate)
-    lse = sink.to(accumulate)[:, None].expand(batch, num_heads, seqlen_q)
+    lse = q.new_full((batch, num_heads, seqlen_q), float("-inf"), dtype=accumulate)
+    if sink is not None:
+        out, lse = apply_sink(out, lse, sink)
     end = 0
     for k, v in chunks:
         end += k.shape[1]
@@ -218,7 +221,7 @@ def chunked_attention(
         out, lse = merge_states([out, chunk_out.to(accumulate)], [lse, chunk_lse])
     if end != seqlen_k:
         raise ValueError(f"chunks: got {end} keys; accepted are seqlen_k = {seqlen_k}")
-    out, lse = out.to(q.dtype), lse.contiguous()
+    out = out.to(q.dtype)
     return (out, lse) if return_lse else out
 
 

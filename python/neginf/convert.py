@@ -216,9 +216,9 @@ def to_flashinfer(out, lse):
 def from_sentinel(out, lse, value, *, base2=False, heads_last=False):
     """A result of a library that marks rows without keys by a finite number, such as -1e30.
 
-    Only that very number, rounded to the dtype of lse, means "empty": a row whose keys all have low
-    scores may lie below it, and is kept (rule P2). Sums of sentinels are not recognised: convert
-    before anything is merged. A +inf that is found becomes NaN.
+    Only that very number, rounded to the dtype of lse, and -inf mean "empty": a row whose keys all
+    have low scores may lie below the sentinel, and is kept (rule P2). Sums of sentinels are not
+    recognised: convert before anything is merged. A +inf that is found becomes NaN.
 
     Args:
         out: (batch, seqlen, heads, head_dim) or (total, heads, head_dim).

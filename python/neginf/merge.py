@@ -119,7 +119,7 @@ def merge_state_in_place(out, lse, out_other, lse_other, mask=None):
     """
     tensors = {"out": out, "lse": lse, "out_other": out_other, "lse_other": lse_other}
     for name, tensor in tensors.items():
-        if torch.is_grad_enabled() and tensor.requires_grad:
+        if torch.is_grad_enabled() and getattr(tensor, "requires_grad", False):
             raise ValueError(
                 f"{name}: got a tensor that needs a gradient; accepted are tensors without, or a "
                 "call under torch.no_grad()"

@@ -42,8 +42,10 @@ class Probes:
     def masked_row(self):
         """A row that sees no key, beside rows that do."""
         q, k, v = self._tensors(SEQLEN_K + 1, SEQLEN_K)
-        out, lse = self.adapter.attend_first_row_masked(q, k, v)
-        return self._row(out, lse)
+        finding = self._row(*self.adapter.attend_first_row_masked(q, k, v))
+        if finding.text == "out finite, lse finite":
+            return Finding("the row sees keys: the mask is aligned otherwise", False)
+        return finding
 
     def no_keys(self):
         """A key tensor without rows."""

@@ -82,25 +82,26 @@ def _audit_library(spec, timeout_s):
 
 
 def _why_not(adapter):
-    if not _is_importable(adapter.module):
+    try:
+        found = importlib.util.find_spec(adapter.module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        found = False
+    except ImportError as error:
+        return f"{adapter.module} cannot be imported: {error}"
+    if not found:
         return f"{adapter.module} is not installed"
     if adapter.device == "cuda" and not torch.cuda.is_available():
         return "needs a GPU"
     return None
 
 
-def _is_importable(module):
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it is in
-        return False
-
-
 def _version(module):
-    """Of the distribution that the module comes from."""
-    for distribution in importlib.metadata.packages_distributions().get(module.split(".")[0], ()):
-        return importlib.metadata.version(distribution)
-    return neginf.__version__ if module == "neginf" else None
+    """Of the distribution that the module comes from, if there is one and no other."""
+    if module == "neginf":
+        return neginf.__version__
+    package = module.split(".")[0]
+    distributions = set(importlib.metadata.packages_distributions().get(package, ()))
+    return importlib.metadata.version(distributions.pop()) if len(distributions) == 1 else None
 
 
 def _run(spec, timeout_s):

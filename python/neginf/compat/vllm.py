@@ -2,7 +2,7 @@
 
 import torch
 
-from neginf.convert import from_fa2
+from neginf.convert import from_fa3
 from neginf.merge import flash_attn_combine
 
 
@@ -11,9 +11,9 @@ def merge_attn_states(
 ):
     """Merges the state of a prefix with that of a suffix, into `output` and `output_lse`.
 
-    The states are read as FlashAttention-2 writes them, see :func:`neginf.convert.from_fa2`: +inf
-    in an lse is an empty row where the output beside it is 0, and NaN otherwise. Two empty rows
-    give 0 and -inf.
+    The states are read as FlashAttention-2 and -3 write them, see :func:`neginf.convert.from_fa3`:
+    an infinite lse, of either sign, is an empty row if the output beside it is 0, and NaN
+    otherwise. Two empty rows give 0 and -inf.
 
     Args:
         output: (tokens, heads, head_dim), overwritten; last stride 1. May be one of the inputs.
@@ -40,7 +40,7 @@ def merge_attn_states(
         _check_shape(f"{name}_lse", lse, lse_shape)
     if output_lse is not None:
         _check_shape("output_lse", output_lse, lse_shape)
-    prefix, suffix = from_fa2(prefix_output, prefix_lse), from_fa2(suffix_output, suffix_lse)
+    prefix, suffix = from_fa3(prefix_output, prefix_lse), from_fa3(suffix_output, suffix_lse)
     outs, lses = (torch.stack(pair) for pair in zip(prefix, suffix, strict=True))
     _, lse = flash_attn_combine(outs, lses, out=output)
     if output_lse is not None:
