@@ -167,6 +167,8 @@ PATTERNS = {
     "causal": (masking_utils.causal_mask_function, True, None),
     "window": (masking_utils.sliding_window_causal_mask_function(3), True, 3),
     "bidirectional": (masking_utils.bidirectional_mask_function, False, None),
+    # The layer's window counts the row itself, the pattern's does not.
+    "both windows": (masking_utils.sliding_window_bidirectional_mask_function(2), False, 3),
 }
 
 
@@ -212,7 +214,7 @@ def test_any_padding(data, name, q_length, past, room):
     expected = dense_attention(query, key.nan_to_num(0), value.nan_to_num(0), expected_mask)
     rows = (
         padding[:, past:]
-        if given_mask is not None and causal
+        if given_mask is not None and (causal or window)
         else torch.ones(2, q_length, dtype=torch.bool)
     )
     torch.testing.assert_close(out[rows], expected.transpose(1, 2)[rows], rtol=1e-12, atol=1e-12)
@@ -242,6 +244,12 @@ def test_value_of_another_head_dim():
     assert out.is_contiguous()
     expected = dense_attention(query, key, value, mask).transpose(1, 2)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_value_of_larger_head_dim_is_refused():
+    query, value = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 16)
+    with pytest.raises(ValueError, match=r"^value: got head_dim 16; accepted is at most"):
+        integration.attention(Layer(), query, query, value, None)
 
 
 def attend(mask=None, **options):

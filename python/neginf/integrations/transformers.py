@@ -27,6 +27,9 @@ def register(name="neginf"):
     ``output_attentions``, position biases, prepared 4-dimensional masks, masks with overlays of
     their own (such as bidirectional blocks of image tokens) and attention in chunks.
 
+    A window is what the layer passes as ``sliding_window``, as for transformers' flash attention.
+    Where there is padding, q, k and v are copied, as unpadding copies them there.
+
     On a GPU the mask's values are looked at once per forward pass, to see whether there is any
     padding, as transformers' own masks do (not under torch.compile). Packed sequences given by
     position_ids alone wait for the device in every layer; pass cu_seq_lens_q, cu_seq_lens_k,
@@ -125,7 +128,8 @@ def attention(
     """transformers' attention interface.
 
     Args:
-        module: the attention layer; its ``is_causal`` counts when the argument is None.
+        module: the attention layer; its ``is_causal`` (True if it has none) counts when the
+            argument is None.
         query: (batch, num_heads, seqlen_q, head_dim).
         key, value: (batch, num_heads_k, seqlen_k, head_dim); value may have a smaller head_dim.
         attention_mask: what :func:`attention_mask` returned.
@@ -141,7 +145,7 @@ def attention(
 
     Raises:
         NotImplementedError: what :func:`register` says is not supported.
-        ValueError: an attention_mask of another kind.
+        ValueError: an attention_mask of another kind, or a value of larger head_dim.
     """
     if dropout:
         raise NotImplementedError(f"dropout: got {dropout}; accepted is 0.0")
@@ -150,12 +154,16 @@ def attention(
     if output_attentions:
         raise NotImplementedError("output_attentions: got True; accepted is False")
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    head_dim = value.shape[-1]
-    value = torch.nn.functional.pad(value, (0, query.shape[-1] - head_dim))
+    head_dim, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+    if missing < 0:
+        raise ValueError(
+            f"value: got head_dim {head_dim}; accepted is at most that of query, {query.shape[-1]}"
+        )
+    value = torch.nn.functional.pad(value, (0, missing))
     side = -1 if sliding_window is None else sliding_window - 1
     options = {
         "softmax_scale": scaling,
-        "causal": module.is_causal if is_causal is None else is_causal,
+        "causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
         "window_size": (side, side),
         "softcap": softcap or 0.0,
         "sink": None if s_aux is None else s_aux.to(_accumulate_type(query)),
