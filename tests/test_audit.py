@@ -11,7 +11,7 @@ import torch
 import audit_adapters
 from neginf import audit as audit_package
 from neginf.audit import lse as lses
-from neginf.audit import probes, report
+from neginf.audit import probes, report, runner, worker
 
 ADAPTERS = Path(__file__).with_name("audit_adapters.py")
 LAYOUT = "(batch, heads, seqlen)"
@@ -112,6 +112,22 @@ def test_a_probe_that_ends_the_process_costs_that_probe(found):
     assert findings["backward_of_lse"] == ("right", True)
 
 
+def test_a_broken_device_costs_the_probe_that_broke_it(tmp_path, monkeypatch):
+    """Its finding is there, the process ends, and the next probe is not blamed."""
+    spec = f"{ADAPTERS}:PlusInfinity"
+    monkeypatch.setattr(audit_adapters.PlusInfinity, "device", "cuda")
+    monkeypatch.setattr(worker, "load", lambda _: audit_adapters.PlusInfinity)
+    monkeypatch.setattr(worker, "_device_works", lambda: False)
+    results = tmp_path / "results"
+    with pytest.raises(SystemExit) as stopped:
+        worker.main(spec, results, ["backward", "split"])
+    assert [json.loads(line)["probe"] for line in results.read_text().splitlines()] == ["backward"]
+
+    done = subprocess.CompletedProcess((), stopped.value.code, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    assert runner._run_worker([], 1) is None
+
+
 def test_what_is_not_installed_is_named(found):
     reasons = {lib.name: lib.why_not for lib in found.libraries if lib.why_not}
     assert reasons["absent"] == "no_such_package.no_such_module is not installed"
@@ -173,6 +189,8 @@ def test_command(tmp_path):
         (("--only", "no library"), "only: got no library; accepted are neginf, torch flash, CPU"),
         (("--adapter", "no_such_file.py"), "adapter: got no_such_file.py, which does not exist"),
         (("--adapter", Path(report.__file__)), "which defines none; accepted is a file or module"),
+        (("--adapter", "no_such_module"), "adapter: got no_such_module: No module named"),
+        (("--adapter", f"{ADAPTERS}:Missing"), "accepted is a class that"),
     ],
 )
 def test_bad_arguments(arguments, message):

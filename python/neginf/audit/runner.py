@@ -16,6 +16,9 @@ import torch
 import neginf
 from neginf.audit import probes, specs
 
+# The exit status of a worker whose last finding is written, but in which no further kernel can run.
+BROKEN_DEVICE = 3
+
 
 @dataclass
 class Library:
@@ -122,13 +125,13 @@ def _run(spec, timeout_s):
 
 
 def _run_worker(arguments, timeout_s):
-    """None if it came to its end, else what became of it."""
+    """None if it ended as it should, else what became of it."""
     command = [sys.executable, "-m", "neginf.audit.worker", *arguments]
     try:
         done = subprocess.run(command, timeout=timeout_s, capture_output=True, text=True)
     except subprocess.TimeoutExpired:
         return f"hangs (no result in {timeout_s} s)"
-    if done.returncode == 0:
+    if done.returncode in (0, BROKEN_DEVICE):
         return None
     if done.returncode < 0:
         return f"crashes the process: {signal.Signals(-done.returncode).name}"

@@ -39,13 +39,19 @@ def specs_in(source):
 def load(spec):
     """The class that a spec names."""
     source, _, name = spec.rpartition(":")
-    return getattr(_import(source), name)
+    module = _import(source)
+    if not hasattr(module, name):
+        raise ValueError(f"adapter: got {spec}; accepted is a class that {source} defines")
+    return getattr(module, name)
 
 
 def _import(source):
     path = Path(source)
     if path.suffix != ".py":
-        return importlib.import_module(source)
+        try:
+            return importlib.import_module(source)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"adapter: got {source}: {error}; accepted is a module") from None
     if not path.exists():
         raise ValueError(f"adapter: got {source}, which does not exist; accepted is a file")
     spec = importlib.util.spec_from_file_location(path.stem, path)

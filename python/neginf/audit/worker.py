@@ -11,9 +11,8 @@ import warnings
 import torch
 
 from neginf.audit import probes
+from neginf.audit.runner import BROKEN_DEVICE
 from neginf.audit.specs import load
-
-BROKEN_DEVICE = 3  # the exit status when no further kernel can run in this process
 
 
 def main(spec, results, names):
