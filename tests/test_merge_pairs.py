@@ -176,3 +176,20 @@ def test_bad_sinks(sink, error):
         neginf.apply_sink(torch.zeros(5, 2, 4), torch.zeros(2, 5), sink)
     with pytest.raises(ValueError, match=r"\+inf"):
         neginf.apply_sink(torch.zeros(5, 2, 4), torch.zeros(2, 5), torch.tensor([0.0, INF]))
+
+
+@runs_on("combine", dtypes=("float32", "bfloat16"))
+def test_compiles_without_a_graph_break(target):
+    a, b = pair(target, (2, 9))
+    sink = torch.randn(2, device=target.device)
+    mask = torch.rand(2, 9, device=target.device) < 0.5
+
+    def function(out_a, lse_a, out_b, lse_b):
+        out, lse = neginf.apply_sink(*neginf.merge_state(out_a, lse_a, out_b, lse_b), sink)
+        neginf.merge_state_in_place(out, lse, out_a, lse_a, mask)
+        return out, lse
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(*a, *b), function(*a, *b), strict=True):
+        judge.assert_bits_equal(got, expected, "compiled")
