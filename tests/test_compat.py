@@ -376,6 +376,15 @@ def test_flashinfer_merge_state(target, seed):
     with poisoned_allocations():
         v, s = flashinfer.merge_state(out[0], s_a, out[1], s_b)
     check_merged(v, s, out, lse)
+
+
+@runs_on("combine")
+@given(seed=st.integers(0, 1000))
+def test_flashinfer_merge_state_in_place(target, seed):
+    """The tokens that are not merged keep every bit, also of a number that base e would round."""
+    out, lse = states(target, 2, (7,), heads=2, head_dim=16, empty=0.4, seed=seed)
+    s_a, s_b = base2(lse) + 0.1
+    v, s = flashinfer.merge_state(out[0], s_a, out[1], s_b)
     for share in (None, 0.5):
         mask = None if share is None else torch.rand(7, device=target.device) < share
         rows = slice(None) if mask is None else mask

@@ -247,6 +247,14 @@ def test_gradients(name):
     torch.testing.assert_close(d_lse[~empty], dlse[~empty] / scale, rtol=1e-15, atol=0)
 
 
+@pytest.mark.parametrize("change", [convert.lse_from_base2, convert.lse_to_base2])
+def test_a_change_of_base_stops_the_gradient_of_empty_rows(change):
+    lse = torch.tensor([1.0, NEG_INF, -2.0], requires_grad=True)
+    (d_lse,) = torch.autograd.grad(change(lse), lse, torch.tensor([1.0, NAN, 1.0]))
+    scale = math.log(2) if change is convert.lse_from_base2 else 1 / math.log(2)
+    assert d_lse.tolist() == pytest.approx([scale, 0.0, scale])
+
+
 def test_gradcheck_through_converters_and_merge():
     """Two results in the forms of two libraries, merged; the gradient reaches both."""
     mine = state((6,), heads=2, kinds=(0.5, 0.0), seed=1)
