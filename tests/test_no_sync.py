@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import neginf
-from problems import Inputs, Problem
+from neginf import convert
+from neginf.compat import flashinfer, vllm
+from problems import Inputs, Problem, int32
 from targets import runs_on
 
 
@@ -82,6 +84,48 @@ def test_combine_backward(target):
     with no_sync():
         out, lse = neginf.flash_attn_combine(outs, lses)
         torch.autograd.grad([out, lse], [outs, lses], [torch.ones_like(out), torch.ones_like(lse)])
+
+
+@runs_on("combine", dtypes=("bfloat16",), gpu_only=True)
+def test_merge_of_two(target):
+    out = torch.randn(2, 9, 4, 64, device=target.device, dtype=target.dtype)
+    lse = torch.randn(2, 4, 9, device=target.device)
+    mask = torch.ones(9, dtype=torch.bool, device=target.device)
+    with no_sync():
+        neginf.merge_state(out[0], lse[0], out[1], lse[1])
+        neginf.merge_state_in_place(out[0], lse[0], out[1], lse[1], mask)
+        neginf.apply_sink(out[0], lse[0], lse[0, :, 0])
+        v, s = out.transpose(0, 1), lse.permute(2, 0, 1)
+        flashinfer.merge_states(v, s)
+        flashinfer.merge_state_in_place(v[:, 0], s[:, 0], v[:, 1], s[:, 1], mask)
+        vllm.merge_attn_states(torch.empty_like(out[0]), out[0], lse[0], out[1], lse[1])
+
+
+@runs_on("combine", dtypes=("bfloat16",), gpu_only=True)
+def test_converters(target):
+    out = torch.randn(5, 2, 64, device=target.device, dtype=target.dtype)
+    lse = torch.randn(2, 5, device=target.device)
+    cu_seqlens = int32([0, 2, 5], target.device)
+    with no_sync():
+        convert.from_fa2(*convert.to_fa2(out, lse))
+        convert.from_fa3(*convert.to_fa3(out, lse))
+        convert.from_flashmla(*convert.to_flashmla(out, lse), attn_sink=lse[:, 0])
+        convert.from_flashinfer(*convert.to_flashinfer(out, lse))
+        convert.from_sentinel(*convert.to_sentinel(out, lse, -1e30), -1e30)
+        padded = convert.to_fa2(out, lse, cu_seqlens_q=cu_seqlens, max_seqlen_q=3)
+        convert.from_fa2(*padded, cu_seqlens_q=cu_seqlens)
+
+
+@runs_on("forward", "combine", dtypes=("bfloat16",), gpu_only=True)
+def test_pieces(target):
+    q = torch.randn(2, 3, 2, 64, device=target.device, dtype=target.dtype)
+    one, two = int32([0, 6], target.device), int32([0, 3, 6], target.device)
+    rows = q.flatten(0, 1)
+    levels = [(rows, rows, one, one, 6, 6), (rows, rows, two, two, 3, 3)]
+    with no_sync():
+        neginf.cascade_attention(rows, levels, causal=True)
+        neginf.shared_prefix_attention(q, q[0], q[0], q, q, causal=True)
+        neginf.chunked_attention(q, [(q, q), (q, q)], 6, causal=True)
 
 
 @runs_on("combine", dtypes=("bfloat16",), gpu_only=True)

@@ -321,7 +321,7 @@ void check_public_values(const at::Tensor& lse, const char* argument) {
     TORCH_CHECK_VALUE(may_be_public(data[i]), argument,
                       ": got +inf; accepted are finite values, NaN, and -inf for a row without "
                       "keys. FlashAttention-2, FlashMLA and torch's flash attention mark such rows "
-                      "by +inf; from there, pass torch.where(lse == torch.inf, -torch.inf, lse)");
+                      "by +inf; neginf.convert.from_fa2 and its like tell them from NaN");
   }
 }
 

@@ -1,4 +1,8 @@
-"""`python -m neginf info`: versions, GPUs, back-ends, and the command that adds what is missing."""
+"""The command line of neginf.
+
+python -m neginf info     versions, GPUs, back-ends, and the command that adds what is missing
+python -m neginf audit    what each attention library here returns for rows without keys
+"""
 
 import argparse
 import platform
@@ -47,13 +51,48 @@ def _advice(gpus: int) -> str:
     return f"To add {', '.join(missing)} for {machines} (needs the CUDA toolkit):\n  {command}"
 
 
+def audit(arguments) -> None:
+    from neginf.audit import audit, report
+
+    try:
+        found = audit(arguments.adapter, arguments.only, arguments.timeout)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    report.show(found)
+    if arguments.json:
+        arguments.json.write_text(found.to_json())
+    if arguments.markdown:
+        arguments.markdown.write_text(report.markdown(found))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m neginf", description=__doc__)
-    parser.add_argument(
-        "command", nargs="?", default="info", choices=["info"], help="what to print"
+    parser = argparse.ArgumentParser(
+        prog="python -m neginf",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.parse_args()
-    print(info())
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("info", help="what this build holds")
+    audit_parser = commands.add_parser("audit", help="what attention libraries return")
+    audit_parser.add_argument("--json", type=Path, help="write everything to this file")
+    audit_parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    audit_parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        help="a file or module with a neginf.audit.Adapter for one more library; can be repeated",
+    )
+    audit_parser.add_argument(
+        "--only", action="append", help="probe the library of this name; can be repeated"
+    )
+    audit_parser.add_argument(
+        "--timeout", type=int, default=300, help="seconds that a library may take (300)"
+    )
+    arguments = parser.parse_args()
+    if arguments.command == "audit":
+        audit(arguments)
+    else:
+        print(info())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import torch
 
 from neginf import ops
 
+NEG_INF = float("-inf")
+
 
 def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     """Merges the states of all splits into one.
@@ -78,6 +80,105 @@ def merge_states(outs, lses):
         for i, tensor in enumerate(tensors):
             _check_same_kind(f"{name}[{i}]", tensor, f"{name}[0]", tensors[0])
     return ops.combine(torch.stack(outs), torch.stack(lses), None)
+
+
+def merge_state(out_a, lse_a, out_b, lse_b):
+    """Merges two states over disjoint keys; :func:`merge_states` of a pair.
+
+    Args:
+        out_a, out_b: (batch, seqlen, heads, head_dim) or (total, heads, head_dim), one shape and
+            dtype; any strides.
+        lse_a, lse_b: (batch, heads, seqlen) or (heads, total), float32 (float64 with float64),
+            natural logarithm. For FlashInfer's (tokens, heads) in base 2 there is
+            :func:`neginf.compat.flashinfer.merge_state`.
+
+    Returns:
+        (out, lse) of the shapes and dtypes of the states. Differentiable in all four arguments.
+
+    Raises:
+        ValueError, TypeError: as :func:`merge_states`, whose ``outs`` are out_a and out_b.
+    """
+    return merge_states([out_a, out_b], [lse_a, lse_b])
+
+
+def merge_state_in_place(out, lse, out_other, lse_other, mask=None):
+    """Merges the state (out_other, lse_other) into (out, lse), which is overwritten.
+
+    Args:
+        out: (batch, seqlen, heads, head_dim) or (total, heads, head_dim).
+        lse: (batch, heads, seqlen) or (heads, total), natural logarithm.
+        out_other, lse_other: shaped and typed as out and lse.
+        mask: (batch, seqlen) or (total) bool: rows that are merged. The others keep every bit, and
+            nothing of their other state is used. None is all rows.
+
+    Raises:
+        ValueError: a mask of another shape or device; tensors that need a gradient while gradients
+            are recorded, since what is overwritten has none: use :func:`merge_state`. Otherwise as
+            :func:`merge_states`.
+        TypeError: a mask that is not bool; otherwise as :func:`merge_states`.
+    """
+    tensors = {"out": out, "lse": lse, "out_other": out_other, "lse_other": lse_other}
+    for name, tensor in tensors.items():
+        if torch.is_grad_enabled() and getattr(tensor, "requires_grad", False):
+            raise ValueError(
+                f"{name}: got a tensor that needs a gradient; accepted are tensors without, or a "
+                "call under torch.no_grad()"
+            )
+    if mask is None:
+        merged_out, merged_lse = merge_state(out, lse, out_other, lse_other)
+    else:
+        _check_mask(mask, out)
+        mask_of_lse = mask.unsqueeze(-2)
+        lse_other = torch.where(mask_of_lse, lse_other, NEG_INF)
+        merged_out, merged_lse = merge_state(out, lse, out_other, lse_other)
+        merged_out = torch.where(mask[..., None, None], merged_out, out)
+        merged_lse = torch.where(mask_of_lse, merged_lse, lse)
+    out.copy_(merged_out)
+    lse.copy_(merged_lse)
+
+
+def apply_sink(out, lse, sink):
+    """Merges a learnable sink into a state: one more key of score ``sink`` with a value of zero.
+
+    For states computed without the ``sink`` argument of the attention functions, as when keys are
+    sharded: the sink must count once, so it is merged once, at the end (contract section 4). A row
+    without keys becomes ``out = 0, lse = sink``.
+
+    Args:
+        out: (batch, seqlen, heads, head_dim) or (total, heads, head_dim).
+        lse: (batch, heads, seqlen) or (heads, total), float32 (float64 with float64), natural
+            logarithm.
+        sink: (heads), of any floating dtype; -inf is no sink and gets gradient 0.
+
+    Returns:
+        (out, lse). Differentiable in out, lse and sink.
+
+    Raises:
+        ValueError: a sink of another shape or device.
+        TypeError: a sink that is no floating-point tensor.
+        What is wrong with the state, or +inf in the sink, is said as in :func:`merge_states`.
+    """
+    if not isinstance(sink, torch.Tensor) or not sink.is_floating_point():
+        got = sink.dtype if isinstance(sink, torch.Tensor) else type(sink).__name__
+        raise TypeError(f"sink: got {got}; accepted is a floating-point tensor")
+    if sink.shape != out.shape[-2:-1] or sink.device != out.device:
+        raise ValueError(
+            f"sink: got shape {tuple(sink.shape)} on {sink.device}; accepted is "
+            f"{tuple(out.shape[-2:-1])} on {out.device}"
+        )
+    sink_lse = sink.to(lse.dtype).unsqueeze(-1).expand_as(lse)
+    return merge_state(out, lse, torch.zeros_like(out), sink_lse)
+
+
+def _check_mask(mask, out):
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise TypeError(f"mask: got {got}; accepted is a tensor of bool")
+    if mask.shape != out.shape[:-2] or mask.device != out.device:
+        raise ValueError(
+            f"mask: got shape {tuple(mask.shape)} on {mask.device}; accepted is "
+            f"{tuple(out.shape[:-2])} on {out.device}"
+        )
 
 
 def _check_same_kind(name, tensor, first_name, first):

@@ -10,7 +10,8 @@ import torch
 from neginf._C import build_info
 
 forward = torch.ops.neginf.forward.default
+backward = torch.ops.neginf.backward.default
 combine = torch.ops.neginf.combine.default
 combine_out = torch.ops.neginf.combine_out.default
 
-__all__ = ["build_info", "combine", "combine_out", "forward"]
+__all__ = ["backward", "build_info", "combine", "combine_out", "forward"]

@@ -1,0 +1,1 @@
+"""The libraries that the audit knows; one module each."""

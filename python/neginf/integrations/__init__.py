@@ -1,0 +1,1 @@
+"""neginf inside other frameworks; one module per framework, imported only when asked for."""
