@@ -111,8 +111,7 @@ struct Launch {
   Schedule schedule;
 };
 
-// ----------------------------------------------------------------------------- scheduler and
-// loader
+// ------------------------------------------------------------------------------ scheduler, loader
 
 template <typename Traits>
 __device__ __forceinline__ void schedule_work(const Problem<float>& problem,
@@ -514,6 +513,23 @@ __device__ __forceinline__ void consume(const ForwardParams<float>& params,
   }
 }
 
+// Rows of a tile that packed heads leave over: no load writes them, and what lies there would sway
+// the softmax of the warp by a rounding.
+template <typename Traits>
+__device__ __forceinline__ void clear_unused_rows(const QueryPacking& packing,
+                                                  typename Traits::SharedStorage& shared) {
+  using Element = typename Traits::Element;
+  constexpr int kRowBlocks = Traits::kHeadDim / Traits::kSwizzleColumns * Traits::kStagesQ;
+  const int first = packing.heads * packing.positions * Traits::kSwizzleColumns;
+  constexpr int kEnd = Traits::kBlockM * Traits::kSwizzleColumns;
+  for (int block = 0; block < kRowBlocks; ++block) {
+    for (int i = first + static_cast<int>(threadIdx.x); i < kEnd; i += Traits::kThreads) {
+      shared.q[0][block * kEnd + i] = Element(0);
+    }
+  }
+  cutlass::arch::fence_view_async_shared();
+}
+
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams<float> params,
@@ -529,6 +545,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     shared.work_ring.init(kConsumerWarps);
     cutlass::arch::fence_barrier_init();
   }
+  clear_unused_rows<Traits>(launch.schedule.grid.packing, shared);
   __syncthreads();
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
@@ -552,13 +569,8 @@ void launch_forward(const ForwardParams<float>& params) {
   const Problem<float>& problem = params.problem;
   Launch launch;
   launch.schedule = Schedule::of(params, Traits::kBlockM);
-  const int64_t tiles = launch.schedule.tiles();
+  const int tiles = launch.schedule.tiles();
   if (tiles == 0) return;
-  const int64_t rows = std::max(problem.total_q, problem.total_k);
-  if (std::max(tiles, rows) > std::numeric_limits<int>::max() / 2) {
-    throw std::runtime_error("neginf: sm90 forward: too many rows or row tiles x heads x splits: " +
-                             std::to_string(rows) + ", " + std::to_string(tiles));
-  }
   const QueryPacking& packing = launch.schedule.grid.packing;
   const bool q_is_packed = problem.cu_seqlens_q != nullptr;
   const bool k_is_packed = problem.cu_seqlens_k != nullptr;
@@ -574,7 +586,7 @@ void launch_forward(const ForwardParams<float>& params) {
 
   constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   allow_shared_memory<forward_kernel<Traits>>(kSharedBytes);
-  const int ctas = static_cast<int>(std::min<int64_t>(tiles, params.num_sms));
+  const int ctas = std::min(tiles, params.num_sms);
   forward_kernel<Traits><<<ctas, Traits::kThreads, kSharedBytes, params.stream>>>(params, launch);
   cuda_check(cudaGetLastError(), "sm90 forward");
 }

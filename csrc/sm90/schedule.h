@@ -15,6 +15,9 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
 
 #include "../common/forward_work.h"
 
@@ -34,17 +37,27 @@ struct Schedule {
     const auto grid = ForwardGrid::of(problem, block_m);
     const int sequences = problem.cu_seqlens_q == nullptr ? problem.batch : 1;
     const int row_tiles = sequences == 0 ? 0 : grid.row_tiles / sequences;
-    const int instances = sequences * grid.head_tiles * params.num_splits;
+    const int64_t instances = int64_t{sequences} * grid.head_tiles * params.num_splits;
+    if (row_tiles * instances > std::numeric_limits<int>::max() / 2) {
+      throw std::runtime_error("neginf: sm90 forward: too many row tiles x heads x splits: " +
+                               std::to_string(row_tiles * instances));
+    }
     const bool is_causal = problem.window_left < 0 && problem.window_right >= 0;
     // K and V of one instance, 16 bits each.
     const int64_t bytes = std::max<int64_t>(1, 4 * problem.total_k * problem.head_dim);
     const int64_t group_size =
-        is_causal ? std::clamp<int64_t>(kL2Bytes / bytes, 1, std::max(1, instances)) : instances;
-    return {grid,      sequences,        row_tiles, instances, static_cast<int>(group_size),
-            is_causal, params.num_splits};
+        is_causal ? std::clamp<int64_t>(kL2Bytes / bytes, 1, std::max<int64_t>(1, instances))
+                  : instances;
+    return {grid,
+            sequences,
+            row_tiles,
+            static_cast<int>(instances),
+            static_cast<int>(group_size),
+            is_causal,
+            params.num_splits};
   }
 
-  int64_t tiles() const { return int64_t{row_tiles} * instances; }
+  int tiles() const { return row_tiles * instances; }
 
   // Number `tile` of the group that begins with instance `first` and has `size` of them.
   template <int kBlockM, int kBlockN>
