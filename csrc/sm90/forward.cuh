@@ -175,6 +175,7 @@ __device__ __forceinline__ void load_tiles(const Problem<float>& problem, const 
     int tile = tiles.first();
     if (tile == KeyTiles::kNone) {
       load_v();  // there may be many of these in a row, and no slot for more work before it is read
+      shared.work_ring.release(turn);
       continue;
     }
 
@@ -201,6 +202,7 @@ __device__ __forceinline__ void load_tiles(const Problem<float>& problem, const 
       ++k_count;
       v_tile = tile;
     }
+    shared.work_ring.release(turn);
   }
   load_v();
 }
@@ -542,7 +544,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     shared.q_ring.init(kConsumerWarps);
     shared.k_ring.init(kConsumerWarps);
     shared.v_ring.init(kConsumerWarps);
-    shared.work_ring.init(kConsumerWarps);
+    shared.work_ring.init(kConsumerWarps + 1);  // and the loader
     cutlass::arch::fence_barrier_init();
   }
   clear_unused_rows<Traits>(launch.schedule.grid.packing, shared);

@@ -13,8 +13,8 @@ using LoadBarrier = cutlass::arch::ClusterTransactionBarrier;  // a load has arr
 using ReadBarrier = cutlass::arch::ClusterBarrier;             // its readers are done
 
 // A ring of kStages buffers: full[s] says that the load of buffer s has arrived, empty[s] that
-// every reading warp is past it. A role counts the tiles that it has seen; that says which buffer
-// is next and which phase its barriers are in.
+// every reader, most of them whole warps, is past it. A role counts the tiles that it has seen;
+// that says which buffer is next and which phase its barriers are in.
 template <int kStages>
 struct Ring {
   LoadBarrier full[kStages];
@@ -23,10 +23,10 @@ struct Ring {
   static __device__ __forceinline__ int stage(int count) { return count % kStages; }
   static __device__ __forceinline__ uint32_t phase(int count) { return count / kStages % 2; }
 
-  __device__ void init(int reading_warps) {
+  __device__ void init(int readers) {
     for (int s = 0; s < kStages; ++s) {
       full[s].init(1);
-      empty[s].init(reading_warps);
+      empty[s].init(readers);
     }
   }
 
