@@ -465,7 +465,7 @@ def flash_attention_states(target, seed=0, mark=INF):
 @runs_on("combine")
 @given(seed=st.integers(0, 1000), with_lse=st.booleans(), mark=st.sampled_from([INF, NEG_INF]))
 def test_vllm_merge_attn_states(target, seed, with_lse, mark):
-    """Every operand with strides of its own; an infinity is empty where its output is 0."""
+    """Every operand with strides of its own; an infinity beside an output of 0 is empty."""
     out, lse, marked = flash_attention_states(target, seed, mark)
     expected = neginf.merge_states(list(out), list(lse))
     output = Guarded(torch.full_like(out[0], NAN).cpu(), target.device)
@@ -494,14 +494,27 @@ def test_vllm_output_may_be_an_input(target):
 
 
 @runs_on("combine")
-@pytest.mark.parametrize("mark", [INF, NEG_INF])
-def test_vllm_nan_is_not_empty(target, mark):
-    out, _, marked = flash_attention_states(target, mark=mark)
-    out[0, 3, 1], marked[0, 1, 3] = NAN, mark
+def test_vllm_plus_infinity_beside_nan_is_not_empty(target):
+    out, _, marked = flash_attention_states(target)
+    out[0, 3, 1], marked[0, 1, 3] = NAN, INF
     output, output_lse = torch.empty_like(out[0]), torch.empty_like(marked[0])
     vllm.merge_attn_states(output, out[0], marked[0], out[1], marked[1], output_lse)
     assert output_lse.isnan().nonzero().tolist() == [[1, 3]]
     assert output.isnan().all(-1).nonzero().tolist() == [[3, 1]]
+
+
+@runs_on("combine")
+@pytest.mark.parametrize("payload", [NAN, 5.0])
+def test_vllm_negative_infinity_is_the_identity(target, payload):
+    """Whatever lies beside it, in one state or in both."""
+    out, lse, _ = flash_attention_states(target)
+    expected = neginf.merge_states(list(out), list(lse))
+    assert (lse == NEG_INF).all(0).any()
+    stale = torch.where((lse == NEG_INF).transpose(-1, -2)[..., None], payload, out)
+    output, output_lse = torch.empty_like(out[0]), torch.empty_like(lse[0])
+    vllm.merge_attn_states(output, stale[0], lse[0], stale[1], lse[1], output_lse)
+    judge.assert_bits_equal(output, expected[0], "output")
+    judge.assert_bits_equal(output_lse, expected[1], "output_lse")
 
 
 def test_vllm_arguments_are_named():

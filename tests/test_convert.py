@@ -86,24 +86,24 @@ def source_rows(head_dim=4):
     ("convert_from", "lse", "expected"),
     [
         (convert.from_fa2, [0.5, INF, INF], [0.5, NEG_INF, NAN]),
-        (convert.from_fa3, [0.5, NEG_INF, NEG_INF], [0.5, NEG_INF, NAN]),
+        (convert.from_fa3, [0.5, NEG_INF, NEG_INF], [0.5, NEG_INF, NEG_INF]),
         (convert.from_fa3, [0.5, INF, INF], [0.5, NEG_INF, NAN]),
         (convert.from_fa3, [NAN, NEG_INF, NAN], [NAN, NEG_INF, NAN]),
     ],
 )
-def test_an_infinity_is_empty_only_beside_zeros(convert_from, lse, expected):
+def test_plus_infinity_is_empty_only_beside_zeros(convert_from, lse, expected):
     out = source_rows()
     got_out, got_lse = convert_from(out, torch.tensor([lse]))
     judge.assert_state((got_out, got_lse), out, torch.tensor([expected]))
 
 
-@pytest.mark.parametrize("mark", [INF, NEG_INF])
-def test_flashmla_layouts_and_marks(mark):
+@pytest.mark.parametrize(("mark", "beside_nan"), [(INF, NAN), (NEG_INF, NEG_INF)])
+def test_flashmla_layouts_and_marks(mark, beside_nan):
     out = source_rows()
     got = convert.from_flashmla(out, torch.tensor([[0.5], [mark], [mark]]))  # (total, heads)
-    judge.assert_state(got, out, torch.tensor([[0.5, NEG_INF, NAN]]))
+    judge.assert_state(got, out, torch.tensor([[0.5, NEG_INF, beside_nan]]))
     got = convert.from_flashmla(out[None], torch.tensor([[[0.5, mark, mark]]]))  # (b, heads, rows)
-    judge.assert_state(got, out[None], torch.tensor([[[0.5, NEG_INF, NAN]]]))
+    judge.assert_state(got, out[None], torch.tensor([[[0.5, NEG_INF, beside_nan]]]))
 
 
 def test_an_infinity_beside_finite_values_is_not_empty():
@@ -114,9 +114,17 @@ def test_an_infinity_beside_finite_values_is_not_empty():
     assert convert.from_fa2(out, torch.tensor([[INF]]))[1].isnan().all()
 
 
-def test_fa2_leaves_a_negative_infinity():
-    """FlashAttention-2 does not write it, so it is one of this library, whatever out holds."""
-    assert (convert.from_fa2(torch.full((1, 1, 4), NAN), torch.tensor([[NEG_INF]]))[1]) == NEG_INF
+@pytest.mark.parametrize(
+    "convert_from", [convert.from_fa2, convert.from_fa3, convert.from_flashmla]
+)
+@pytest.mark.parametrize("payload", [NAN, 5.0])
+def test_a_negative_infinity_is_empty_whatever_out_holds(convert_from, payload):
+    """And gets no gradient."""
+    lse = torch.tensor([[NEG_INF]], requires_grad=True)
+    _, got = convert_from(torch.full((1, 1, 4), payload), lse)
+    assert got == NEG_INF
+    (dlse,) = torch.autograd.grad(got, lse, torch.full_like(got, NAN))
+    assert dlse == 0
 
 
 @runs_on("combine")

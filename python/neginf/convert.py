@@ -6,12 +6,13 @@ returns. All of them
 
 * take and return a pair (out, lse), with out (batch, seqlen, heads, head_dim) or (total, heads,
   head_dim), so that results go straight into :func:`neginf.merge_states`;
-* are differentiable in both, with gradient exactly 0 for rows without keys;
+* are differentiable in both; the gradient of lse is exactly 0 in rows without keys;
 * never wait for the device: they select, and do not look at values on the host.
 
-``+inf`` never becomes ``-inf`` by itself. The libraries that write it do so for a row without keys
-and for a row with a NaN score alike; only `out` tells them apart. A row so marked is empty if its
-`out` is exactly 0, as those libraries leave it, and NaN otherwise: "empty" needs evidence.
+``-inf`` is empty, whatever `out` holds beside it (contract section 5). ``+inf`` never becomes
+``-inf`` by itself: the libraries that write it do so for a row without keys and for a row with a
+NaN score alike, and only `out` tells them apart. A row so marked is empty if its `out` is exactly
+0, as those libraries leave it, and NaN otherwise: "empty" needs evidence.
 """
 
 import math
@@ -51,7 +52,7 @@ def from_fa2(out, lse, *, cu_seqlens_q=None):
     if cu_seqlens_q is not None:
         lse = lse_from_padded(lse, cu_seqlens_q, out.shape[0])
     _check_state(out, lse)
-    return out, _marks_to_empty(out, lse, lse == INF)
+    return out, _marks_to_empty(out, lse)
 
 
 def to_fa2(out, lse, *, cu_seqlens_q=None, max_seqlen_q=None):
@@ -84,10 +85,11 @@ def from_fa3(out, lse):
 
     They return natural logarithms as (batch, heads, seqlen) or (heads, total), and -inf for a row
     without keys; FlashAttention-3 returns **+inf** instead when the key tensor has no rows. For a
-    row with a NaN score they return **-inf** too, beside a NaN in out. FlashAttention-3 with more
-    than one split leaves the split with the NaN out of the sum: that cannot be seen afterwards.
-    FlashAttention-4 called with ``qv`` returns (batch, seqlen, heads): transpose that first. An lse
-    that includes FlashAttention-4's sink is a state like any other.
+    row with a NaN score they return **-inf** too, beside a NaN in out: it is empty to every merge,
+    so whoever must know looks for NaN in out first. FlashAttention-3 with more than one split
+    leaves the split with the NaN out of the sum: that cannot be seen afterwards. FlashAttention-4
+    called with ``qv`` returns (batch, seqlen, heads): transpose that first. An lse that includes
+    FlashAttention-4's sink is a state like any other.
 
     Args:
         out: (batch, seqlen, heads, head_dim) or (total, heads, head_dim).
@@ -95,13 +97,13 @@ def from_fa3(out, lse):
 
     Returns:
         (out, lse): out itself, and lse with -inf where the row is empty, NaN where out is not 0
-        though lse is infinite.
+        though lse is +inf.
 
     Raises:
         ValueError, TypeError: as :func:`from_fa2`.
     """
     _check_state(out, lse)
-    return out, _marks_to_empty(out, lse, lse.isinf())
+    return out, _marks_to_empty(out, lse)
 
 
 def to_fa3(out, lse):
@@ -129,7 +131,7 @@ def from_flashmla(out, lse, *, attn_sink=None):
     It returns natural logarithms: decode (batch, heads, seqlen) beside out (batch, seqlen, heads,
     head_dim), prefill (total, heads) beside out (total, heads, head_dim). A row without keys holds
     **+inf** and an out of 0. A row with a NaN score holds NaN after a sparse prefill; after a
-    decode it depends on the kernel, and an infinity beside an out that is not 0 is taken for NaN.
+    decode it depends on the kernel, and a +inf beside an out that is not 0 is taken for NaN.
 
     FlashMLA scales out by its ``attn_sink`` and leaves it out of lse, so that the two do not belong
     together: pass the same attn_sink here, and lse will include it.
@@ -150,7 +152,7 @@ def from_flashmla(out, lse, *, attn_sink=None):
     heads_last = out.dim() == 3
     _check_state(out, lse, heads_last)
     lse = _heads_first(lse, heads_last)
-    lse = _marks_to_empty(out, lse, lse.isinf())
+    lse = _marks_to_empty(out, lse)
     return out, lse if attn_sink is None else _with_sink(lse, attn_sink)
 
 
@@ -329,10 +331,12 @@ def lse_to_padded(lse, cu_seqlens, max_seqlen):
     return torch.where(inside, values, NEG_INF).contiguous()
 
 
-def _marks_to_empty(out, lse, marked):
-    """`lse` with the marked rows made -inf where out is exactly 0, else NaN."""
+def _marks_to_empty(out, lse):
+    """`lse` with +inf made -inf where out is exactly 0, else NaN."""
     is_zero = (out == 0).all(-1).transpose(-1, -2)
-    return torch.where(marked, torch.where(is_zero, NEG_INF, NAN), lse)
+    empty = (lse == NEG_INF) | is_zero
+    # The -inf that are there already are selected too, so that their gradient is 0.
+    return torch.where(lse.isinf(), torch.where(empty, NEG_INF, NAN), lse)
 
 
 def _state(out, lse, empty, base2):

@@ -12,8 +12,8 @@ def merge_attn_states(
     """Merges the state of a prefix with that of a suffix, into `output` and `output_lse`.
 
     The states are read as FlashAttention-2 and -3 write them, see :func:`neginf.convert.from_fa3`:
-    an infinite lse, of either sign, is an empty row if the output beside it is 0, and NaN
-    otherwise. Two empty rows give 0 and -inf.
+    -inf is an empty row, whatever the output beside it holds; +inf is one if the output beside it
+    is 0, and NaN otherwise. Two empty rows give 0 and -inf.
 
     Args:
         output: (tokens, heads, head_dim), overwritten; last stride 1. May be one of the inputs.
