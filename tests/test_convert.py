@@ -160,6 +160,21 @@ def test_sglang_40903_flashinfer_4485_in_base_2(target):
     torch.testing.assert_close(out, expected, **tolerance)
 
 
+def test_the_default_dtype_changes_nothing():
+    out, lse = source_rows(), torch.tensor([[0.5, INF, INF]])
+    torch.set_default_dtype(torch.float64)
+    try:
+        results = [
+            convert.from_fa2(out, lse),
+            convert.from_flashmla(out, lse.T, attn_sink=torch.zeros(1, dtype=torch.float32)),
+            convert.from_flashinfer(out, lse.T),
+            convert.from_sentinel(out, lse, -1e30),
+        ]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {t.dtype for result in results for t in result} == {torch.float32}
+
+
 def test_flashinfer_writes_no_positive_infinity():
     _, lse = convert.from_flashinfer(torch.ones(1, 1, 4), torch.tensor([[INF]]))
     assert lse.isnan().all()
@@ -192,6 +207,13 @@ def test_flashmla_sink_belongs_to_the_lse(sinks):
     judge.assert_bits_equal(got[0], out, "out")
     judge.assert_special_positions_equal(got[1], lse, "lse")
     torch.testing.assert_close(got[1], lse, rtol=1e-14, atol=1e-14)
+
+
+def test_a_flashmla_sink_of_plus_infinity_is_nan():
+    """+inf is never a public value."""
+    lse = torch.tensor([[1.0, INF]])  # (total, heads)
+    _, got = convert.from_flashmla(torch.zeros(1, 2, 4), lse, attn_sink=torch.full((2,), INF))
+    assert got.isnan().all()
 
 
 def test_gradient_of_the_flashmla_sink():
@@ -313,11 +335,12 @@ def test_padded_results_of_fa2():
     judge.assert_state(got, out, lse)
 
 
-def test_a_sequence_longer_than_its_padding_is_nan():
-    got = convert.lse_from_padded(torch.zeros(1, 1, 2), int32([0, 3], "cpu"), 4)
-    judge.assert_state(
-        (got, got), torch.tensor([0, 0, NAN, NEG_INF]), torch.tensor([0, 0, NAN, NEG_INF])
-    )
+@pytest.mark.parametrize("max_seqlen", [0, 2])
+def test_a_sequence_longer_than_its_padding_is_nan(max_seqlen):
+    got = convert.lse_from_padded(torch.zeros(1, 1, max_seqlen), int32([0, 3], "cpu"), 4)
+    expected = torch.tensor([0, 0, NAN, NEG_INF])
+    expected[max_seqlen:3] = NAN
+    judge.assert_state((got, got), expected, expected)
 
 
 def test_gradients_of_the_padded_layout():
@@ -362,6 +385,12 @@ BAD = [
     (lambda: convert.from_fa3(OUT, LSE.half()), TypeError, "lse"),
     (lambda: convert.from_flashmla(OUT[0], LSE[0]), ValueError, "lse"),
     (lambda: convert.from_flashmla(OUT, LSE, attn_sink=torch.zeros(2)), ValueError, "attn_sink"),
+    (lambda: convert.from_flashmla(OUT, LSE, attn_sink=[0.0] * 3), TypeError, "attn_sink"),
+    (
+        lambda: convert.from_flashmla(OUT, LSE, attn_sink=torch.zeros(3, device="meta")),
+        ValueError,
+        "attn_sink",
+    ),
     (lambda: convert.from_flashmla(None, LSE), TypeError, "out"),
     (lambda: convert.from_flashinfer(OUT, LSE.transpose(1, 2)), ValueError, "out"),
     (lambda: convert.from_flashinfer(OUT[0], LSE[0]), ValueError, "lse"),
@@ -369,10 +398,19 @@ BAD = [
     (lambda: convert.from_sentinel(OUT, LSE, INF), ValueError, "value"),
     (lambda: convert.from_sentinel(OUT, LSE, NAN), ValueError, "value"),
     (lambda: convert.to_sentinel(OUT, LSE, NEG_INF), ValueError, "value"),
+    (lambda: convert.to_sentinel(OUT, LSE, -1e300), ValueError, "value"),
+    (lambda: convert.from_sentinel(OUT, LSE, -1e300), ValueError, "value"),
+    (lambda: convert.from_sentinel(OUT, LSE, None), ValueError, "value"),
     (lambda: convert.from_sentinel(OUT, LSE, -1e30, heads_last=True), ValueError, "lse"),
     (lambda: convert.lse_from_padded(LSE[0], CU_SEQLENS, 5), ValueError, "lse"),
     (lambda: convert.lse_from_padded(LSE, CU_SEQLENS.to("meta"), 5), ValueError, "cu_seqlens"),
+    (lambda: convert.lse_from_padded(LSE, CU_SEQLENS.tolist(), 5), TypeError, "cu_seqlens"),
+    (lambda: convert.lse_from_padded(LSE, CU_SEQLENS.float(), 5), TypeError, "cu_seqlens"),
+    (lambda: convert.lse_from_padded(None, CU_SEQLENS, 5), TypeError, "lse"),
     (lambda: convert.lse_to_padded(LSE, CU_SEQLENS, 5), ValueError, "lse"),
+    (lambda: convert.lse_to_padded(LSE[0], CU_SEQLENS.tolist(), 5), TypeError, "cu_seqlens"),
+    (lambda: convert.lse_to_padded(LSE[0], CU_SEQLENS[:0], 5), ValueError, "cu_seqlens"),
+    (lambda: convert.lse_to_padded(LSE[0, :, :0], CU_SEQLENS[:0], 5), ValueError, "cu_seqlens"),
 ]
 
 
