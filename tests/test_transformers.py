@@ -106,6 +106,23 @@ def test_training_step(name, padding):
         torch.testing.assert_close(gradient, expected, msg=parameter, **TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["llama", "sinks"])
+def test_autocast(name):
+    """Mixed precision: rotated q and k are float32 there, v is not."""
+    kind, reference, changes = MODELS[name]
+    inputs = batch("left")
+    real = inputs["attention_mask"].bool()
+    results = []
+    for implementation in ("neginf", reference):
+        model = tiny(kind, implementation, **changes).train()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(**inputs).logits[real]
+        logits.float().square().sum().backward()
+        results.append((logits, model.model.layers[0].self_attn.k_proj.weight.grad))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0.1, atol=0.02 * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padding", ["left", "none"])
 @pytest.mark.parametrize("name", ["llama", "sliding windows"])

@@ -130,7 +130,8 @@ def attention(
     Args:
         module: the attention layer; its ``is_causal`` (True if it has none) counts when the
             argument is None.
-        query: (batch, num_heads, seqlen_q, head_dim).
+        query: (batch, num_heads, seqlen_q, head_dim). Under autocast query, key and value are cast
+            to its dtype, as torch's attention casts them.
         key, value: (batch, num_heads_k, seqlen_k, head_dim); value may have a smaller head_dim.
         attention_mask: what :func:`attention_mask` returned.
         scaling: of the scores, before softcap; None is ``1 / sqrt(head_dim)``.
@@ -154,6 +155,9 @@ def attention(
     if output_attentions:
         raise NotImplementedError("output_attentions: got True; accepted is False")
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    if torch.is_autocast_enabled(query.device.type):  # which leaves q and k, once rotated, float32
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (t.to(dtype) for t in (query, key, value))
     head_dim, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
     if missing < 0:
         raise ValueError(
