@@ -75,6 +75,16 @@ def test_there_and_back(name, dtype, seed, data):
     assert got_lse.dtype == lse.dtype
 
 
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+@pytest.mark.parametrize("payload", [NAN, 5.0])
+def test_an_empty_row_stays_empty_whatever_its_payload(name, payload):
+    """+inf beside a stale payload would come back as NaN."""
+    to, back, _ = ROUND_TRIPS[name]
+    out, lse = state((7,), dtype=torch.float32)
+    stale = torch.where((lse == NEG_INF).T[..., None], payload, out)
+    judge.assert_special_positions_equal(back(*to(stale, lse))[1], lse, "lse")
+
+
 def source_rows(head_dim=4):
     """One row each: ordinary, empty, NaN; out of 3 rows and 1 head."""
     out = torch.randn(3, 1, head_dim)

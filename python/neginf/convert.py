@@ -58,7 +58,7 @@ def from_fa2(out, lse, *, cu_seqlens_q=None):
 
 
 def to_fa2(out, lse, *, cu_seqlens_q=None, max_seqlen_q=None):
-    """A state as FlashAttention-2 would return it: +inf in rows without keys.
+    """A state as FlashAttention-2 would return it: +inf and an out of 0 in rows without keys.
 
     A NaN stays NaN, where FlashAttention-2 itself writes +inf beside a NaN in out.
 
@@ -77,6 +77,7 @@ def to_fa2(out, lse, *, cu_seqlens_q=None, max_seqlen_q=None):
     if (cu_seqlens_q is None) != (max_seqlen_q is None):
         missing = "max_seqlen_q" if max_seqlen_q is None else "cu_seqlens_q"
         raise ValueError(f"{missing}: got None; accepted are both of cu_seqlens_q, max_seqlen_q")
+    out = _without_payload(out, lse == NEG_INF)
     if cu_seqlens_q is not None:
         lse = lse_to_padded(lse, cu_seqlens_q, max_seqlen_q)
     return out, torch.where(lse == NEG_INF, INF, lse)
@@ -159,8 +160,8 @@ def from_flashmla(out, lse, *, attn_sink=None):
 
 
 def to_flashmla(out, lse):
-    """A state as FlashMLA returns it without a sink: +inf in rows without keys, and lse laid out
-    (batch, heads, seqlen) for a decode, (total, heads) for a prefill. A NaN stays NaN.
+    """A state as FlashMLA returns it without a sink: +inf and an out of 0 in rows without keys, and
+    lse laid out (batch, heads, seqlen) for a decode, (total, heads) for a prefill. A NaN stays NaN.
 
     Args:
         out, lse: a state of this library.
@@ -172,7 +173,9 @@ def to_flashmla(out, lse):
         ValueError, TypeError: as :func:`from_fa2`.
     """
     check_state(out, lse)
-    return out, _heads_last(torch.where(lse == NEG_INF, INF, lse), out.dim() == 3)
+    empty = lse == NEG_INF
+    lse = _heads_last(torch.where(empty, INF, lse), out.dim() == 3)
+    return _without_payload(out, empty), lse
 
 
 def from_flashinfer(out, lse):
@@ -349,8 +352,12 @@ def _state(out, lse, empty, base2):
     """The state with these rows empty; elsewhere no infinity is left."""
     natural = lse_from_base2(lse) if base2 else lse
     natural = torch.where(lse == INF, NAN, natural)
-    is_empty_row = empty.transpose(-1, -2).unsqueeze(-1)
-    return torch.where(is_empty_row, 0, out), torch.where(empty, NEG_INF, natural)
+    return _without_payload(out, empty), torch.where(empty, NEG_INF, natural)
+
+
+def _without_payload(out, empty):
+    """`out` with 0 in these rows: beside +inf it is what tells them from NaN."""
+    return torch.where(empty.transpose(-1, -2).unsqueeze(-1), 0, out)
 
 
 def _with_sink(lse, sink):
