@@ -141,9 +141,6 @@ def test_a_broken_device_costs_the_probe_that_broke_it(tmp_path, monkeypatch):
 def test_what_is_not_installed_is_named(found):
     reasons = {lib.name: lib.why_not for lib in found.libraries if lib.why_not}
     assert reasons["absent"] == "no_such_package.no_such_module is not installed"
-    assert "FlashAttention-3" in reasons or "FlashAttention-3" in {
-        lib.name for lib in found.libraries if lib.findings
-    }
 
 
 def test_torch_on_the_cpu(found):

@@ -1,6 +1,7 @@
 """Shared prefixes and chunks: equal to one call on the concatenated keys, forward and backward."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -118,17 +119,17 @@ def test_sums_of_chunks_are_not_rounded_in_between(target):
 
 
 def test_chunks_are_taken_one_at_a_time():
-    alive = []
+    """When the next one is made, nothing holds the last one any more."""
+    made = []
 
-    def chunks():
-        for _ in range(3):
-            assert sum(alive) == 0
-            alive.append(1)
-            yield torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8)
-            alive[-1] = 0
+    def chunk():
+        assert all(tensor() is None for tensor in made)
+        k, v = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8)
+        made.extend([weakref.ref(k), weakref.ref(v)])
+        return k, v
 
-    neginf.chunked_attention(torch.zeros(1, 1, 1, 8), chunks(), 6)
-    assert len(alive) == 3
+    neginf.chunked_attention(torch.zeros(1, 1, 1, 8), (chunk() for _ in range(3)), 6)
+    assert len(made) == 6
 
 
 @pytest.mark.parametrize("seqlen_k", [5, 7])

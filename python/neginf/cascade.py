@@ -222,6 +222,7 @@ def chunked_attention(
             deterministic=deterministic,
             return_lse=True,
         )
+        del k, v  # or this chunk would stay while the next one is made
         out, lse = merge_states([out, chunk_out.to(accumulate)], [lse, chunk_lse])
     if end != seqlen_k:
         raise ValueError(f"chunks: got {end} keys; accepted are seqlen_k = {seqlen_k}")
