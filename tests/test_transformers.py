@@ -238,6 +238,22 @@ def test_any_padding(data, name, q_length, past, room):
     judge.assert_zero(out[~rows], "rows that are padding")
 
 
+@pytest.mark.parametrize("given_mask", [None, torch.ones(1, 6, dtype=torch.bool)])
+def test_a_window_of_both_sides_needs_rows_that_end_with_the_keys(given_mask):
+    """Lengths alone would move it to the last key without a word."""
+    mask_function = PATTERNS["both windows"][0]
+    options = {"mask_function": mask_function, "attention_mask": given_mask}
+    assert integration.attention_mask(1, 3, 6, q_offset=3, **options) is None
+    with pytest.raises(NotImplementedError, match=r"^mask_function: got .*accepted"):
+        integration.attention_mask(1, 3, 6, q_offset=2, **options)
+
+
+def test_packed_sequences_are_described_in_full():
+    """Else they would see each other."""
+    with pytest.raises(ValueError, match=r"^cu_seq_lens_q, .*: got 2 of them; accepted"):
+        attend(cu_seq_lens_q=torch.tensor([0, 4, 10]), cu_seq_lens_k=torch.tensor([0, 4, 10]))
+
+
 def test_no_mask_where_nothing_is_masked():
     ones = torch.ones(2, 7, dtype=torch.bool)
     for given_mask in (None, ones):
