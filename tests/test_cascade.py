@@ -1,6 +1,7 @@
 """Shared prefixes and chunks: equal to one call on the concatenated keys, forward and backward."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_no_chunks_at_all(target):
 
 
 @runs_on("forward", "combine", dtypes=("bfloat16", "float16"))
-def test_many_chunks_are_rounded_once(target):
+def test_sums_of_chunks_are_not_rounded_in_between(target):
     """64 chunks: the error is that of one call, not of 64 roundings."""
     problem = Problem(lengths_q=(3,), lengths_k=(64,), head_dim=64)
     attend = in_chunks(range(1, 65))
@@ -118,21 +119,23 @@ def test_many_chunks_are_rounded_once(target):
 
 
 def test_chunks_are_taken_one_at_a_time():
-    alive = []
+    """When the next one is made, nothing holds the last one any more."""
+    made = []
 
-    def chunks():
-        for _ in range(3):
-            assert sum(alive) == 0
-            alive.append(1)
-            yield torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8)
-            alive[-1] = 0
+    def chunk():
+        assert all(tensor() is None for tensor in made)
+        k, v = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8)
+        made.extend([weakref.ref(k), weakref.ref(v)])
+        return k, v
 
-    neginf.chunked_attention(torch.zeros(1, 1, 1, 8), chunks(), 6)
-    assert len(alive) == 3
+    neginf.chunked_attention(torch.zeros(1, 1, 1, 8), (chunk() for _ in range(3)), 6)
+    assert len(made) == 6
 
 
 @pytest.mark.parametrize("seqlen_k", [5, 7])
 def test_chunks_that_do_not_add_up(seqlen_k):
+    with pytest.raises(TypeError, match=r"^q: got NoneType; accepted is a tensor"):
+        neginf.chunked_attention(None, [], 0)
     k = torch.zeros(1, 3, 1, 8)
     with pytest.raises(ValueError, match=r"^chunks: got 6 keys.*seqlen_k = [57]"):
         neginf.chunked_attention(torch.zeros(1, 1, 1, 8), [(k, k), (k, k)], seqlen_k)
@@ -219,6 +222,12 @@ def test_causal_needs_the_keys_of_its_rows():
     neginf.shared_prefix_attention(q, prefix, prefix, k[:, :0], k[:, :0])
     with pytest.raises(ValueError, match=r"^k: got 2 keys for 4 rows; accepted with causal"):
         neginf.shared_prefix_attention(q, prefix, prefix, k[:, :2], k[:, :2], causal=True)
+    with pytest.raises(ValueError, match=r"^k: got 1 dimensions; accepted is \(batch, seqlen, "):
+        neginf.shared_prefix_attention(q, prefix, prefix, k[0, :, 0, 0], k, causal=True)
+    for name in ("q", "k_prefix", "v_prefix", "k", "v"):
+        arguments = {"q": q, "k_prefix": prefix, "v_prefix": prefix, "k": k, "v": k, name: None}
+        with pytest.raises(TypeError, match=rf"^{name}: got NoneType; accepted is a tensor"):
+            neginf.shared_prefix_attention(**arguments, causal=True)
     for prefixes, name in (((k, prefix), "k_prefix"), ((prefix, k), "v_prefix")):
         with pytest.raises(ValueError, match=rf"^{name}: got 4 dimensions"):
             neginf.shared_prefix_attention(q, *prefixes, k, k)
@@ -380,6 +389,8 @@ def test_levels_are_checked():
     message = r"^levels\[-1\]: got 1 keys for the 3 rows of group 1; accepted with causal"
     with pytest.raises(ValueError, match=message):
         neginf.cascade_attention(q, [prefix, own], causal=True)
+    with pytest.raises(TypeError, match=r"^cu_seqlens_q: got list; accepted is a tensor"):
+        neginf.cascade_attention(q, [(k, k, [0, 4], *prefix[3:])], causal=True)
     with pytest.raises(ValueError, match=r"^levels: got none"):
         neginf.cascade_attention(q, [])
 

@@ -68,6 +68,7 @@ def test_signatures_of_the_merges():
         flashinfer.merge_state_in_place: ["v", "s", "v_other", "s_other", "mask"],
         vllm.merge_attn_states: [
             "output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse",
+            "prefill_tokens_with_context", "output_scale",
         ],
     }  # fmt: skip
     for function, names in arguments.items():
@@ -160,6 +161,7 @@ def test_what_else_is_refused():
     for call, error, argument in [
         (lambda: flash_attn.flash_attn_qkvpacked_func(qkv[:, :, :2]), ValueError, "qkv"),
         (lambda: flash_attn.flash_attn_qkvpacked_func(qkv[0]), ValueError, "qkv"),
+        (lambda: flash_attn.flash_attn_qkvpacked_func(None), TypeError, "qkv"),
         (lambda: flash_attn.flash_attn_kvpacked_func(q, qkv), ValueError, "kv"),
         (
             lambda: flash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 4),
@@ -196,6 +198,13 @@ def test_what_else_is_refused():
             ),
             ValueError,
             "dk",
+        ),
+        (
+            lambda: flash_attn._flash_attn_backward(
+                q, q, q, q, q, torch.zeros(1, 2, 4), q, q, q.to("meta")
+            ),
+            ValueError,
+            "dv",
         ),
         (
             lambda: flash_attn._flash_attn_backward(
@@ -442,10 +451,17 @@ def test_flashinfer_arguments_are_named():
         (lambda: flashinfer.merge_state(v, s.T, v, s), ValueError, "s_a"),
         (lambda: flashinfer.merge_state(v, s, v[0], s), ValueError, "v_b"),
         (lambda: flashinfer.merge_state(v, s, v, None), TypeError, "s_b"),
+        (lambda: flashinfer.merge_state(v, s.int(), v, s.int()), TypeError, "s_a"),
+        (lambda: flashinfer.merge_state(v, s, v.half(), s), TypeError, "v_b"),
         (lambda: flashinfer.merge_states(v, s), ValueError, "v"),
         (lambda: flashinfer.merge_states(v[:, None], s), ValueError, "s"),
         (lambda: flashinfer.merge_state_in_place(v, s, v, s[:3]), ValueError, "s_other"),
         (lambda: flashinfer.merge_state_in_place(v, s, v, s, torch.ones(5)), TypeError, "mask"),
+        (
+            lambda: flashinfer.merge_state_in_place(v, s, v, s.clone().requires_grad_()),
+            ValueError,
+            "s_other",
+        ),
     ]:
         with pytest.raises(error, match=rf"^{argument}: got .*accepted"):
             call()
@@ -465,7 +481,7 @@ def flash_attention_states(target, seed=0, mark=INF):
 @runs_on("combine")
 @given(seed=st.integers(0, 1000), with_lse=st.booleans(), mark=st.sampled_from([INF, NEG_INF]))
 def test_vllm_merge_attn_states(target, seed, with_lse, mark):
-    """Every operand with strides of its own; an infinity is empty where its output is 0."""
+    """Every operand with strides of its own; an infinity beside an output of 0 is empty."""
     out, lse, marked = flash_attention_states(target, seed, mark)
     expected = neginf.merge_states(list(out), list(lse))
     output = Guarded(torch.full_like(out[0], NAN).cpu(), target.device)
@@ -494,18 +510,63 @@ def test_vllm_output_may_be_an_input(target):
 
 
 @runs_on("combine")
-@pytest.mark.parametrize("mark", [INF, NEG_INF])
-def test_vllm_nan_is_not_empty(target, mark):
-    out, _, marked = flash_attention_states(target, mark=mark)
-    out[0, 3, 1], marked[0, 1, 3] = NAN, mark
+def test_vllm_plus_infinity_beside_nan_is_not_empty(target):
+    out, _, marked = flash_attention_states(target)
+    out[0, 3, 1], marked[0, 1, 3] = NAN, INF
     output, output_lse = torch.empty_like(out[0]), torch.empty_like(marked[0])
     vllm.merge_attn_states(output, out[0], marked[0], out[1], marked[1], output_lse)
     assert output_lse.isnan().nonzero().tolist() == [[1, 3]]
     assert output.isnan().all(-1).nonzero().tolist() == [[3, 1]]
 
 
+@runs_on("combine")
+@pytest.mark.parametrize("payload", [NAN, 5.0])
+def test_vllm_negative_infinity_is_the_identity(target, payload):
+    """Whatever lies beside it, in one state or in both."""
+    out, lse, _ = flash_attention_states(target)
+    expected = neginf.merge_states(list(out), list(lse))
+    assert (lse == NEG_INF).all(0).any()
+    stale = torch.where((lse == NEG_INF).transpose(-1, -2)[..., None], payload, out)
+    output, output_lse = torch.empty_like(out[0]), torch.empty_like(lse[0])
+    vllm.merge_attn_states(output, stale[0], lse[0], stale[1], lse[1], output_lse)
+    judge.assert_bits_equal(output, expected[0], "output")
+    judge.assert_bits_equal(output_lse, expected[1], "output_lse")
+
+
+@runs_on("combine")
+@pytest.mark.parametrize("count", [0, 4, 9])
+def test_vllm_tokens_without_context(target, count):
+    """From `count` on, what the prefix's buffers hold does not matter."""
+    out, lse, marked = flash_attention_states(target)
+    without = lse.clone()
+    without[0, :, count:] = NEG_INF
+    expected = neginf.merge_states(list(out), list(without))
+    out[0, count:], marked[0, :, count:] = NAN, NAN
+    output, output_lse = torch.empty_like(out[0]), torch.empty_like(lse[0])
+    vllm.merge_attn_states(
+        output, out[0], marked[0], out[1], marked[1], output_lse,
+        prefill_tokens_with_context=count,
+    )  # fmt: skip
+    judge.assert_bits_equal(output, expected[0], "output")
+    judge.assert_bits_equal(output_lse, expected[1], "output_lse")
+
+
 def test_vllm_arguments_are_named():
     out, lse = torch.zeros(5, 2, 8), torch.zeros(2, 5)
+    state = {"prefix_output": out, "prefix_lse": lse, "suffix_output": out, "suffix_lse": lse}
+    with pytest.raises(NotImplementedError, match=r"^output_scale: got .*accepted"):
+        vllm.merge_attn_states(torch.zeros_like(out), **state, output_scale=lse[0, 0])
+    for name in ("output", *state, "output_lse"):
+        buffers = {"output": torch.full_like(out, 7.0), "output_lse": torch.full_like(lse, 7.0)}
+        arguments = {**buffers, **state}
+        needs_gradient = arguments[name].clone().requires_grad_()
+        for bad, error in ((needs_gradient, ValueError), ([], TypeError)):
+            with pytest.raises(error, match=rf"^{name}: got .*accepted"):
+                vllm.merge_attn_states(**{**arguments, name: bad})
+        if name != "output":  # it may have a dtype of its own
+            with pytest.raises(TypeError, match=r"^\w+_(output|lse): got dtype"):
+                vllm.merge_attn_states(**{**arguments, name: arguments[name].half()})
+        assert all((b == 7).all() for b in buffers.values())
     for changes, argument in [
         ({"output": out[0]}, "output"),
         ({"prefix_output": out[:4]}, "prefix_output"),

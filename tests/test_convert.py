@@ -75,6 +75,16 @@ def test_there_and_back(name, dtype, seed, data):
     assert got_lse.dtype == lse.dtype
 
 
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+@pytest.mark.parametrize("payload", [NAN, 5.0])
+def test_an_empty_row_stays_empty_whatever_its_payload(name, payload):
+    """+inf beside a stale payload would come back as NaN."""
+    to, back, _ = ROUND_TRIPS[name]
+    out, lse = state((7,), dtype=torch.float32)
+    stale = torch.where((lse == NEG_INF).T[..., None], payload, out)
+    judge.assert_special_positions_equal(back(*to(stale, lse))[1], lse, "lse")
+
+
 def source_rows(head_dim=4):
     """One row each: ordinary, empty, NaN; out of 3 rows and 1 head."""
     out = torch.randn(3, 1, head_dim)
@@ -86,24 +96,24 @@ def source_rows(head_dim=4):
     ("convert_from", "lse", "expected"),
     [
         (convert.from_fa2, [0.5, INF, INF], [0.5, NEG_INF, NAN]),
-        (convert.from_fa3, [0.5, NEG_INF, NEG_INF], [0.5, NEG_INF, NAN]),
+        (convert.from_fa3, [0.5, NEG_INF, NEG_INF], [0.5, NEG_INF, NEG_INF]),
         (convert.from_fa3, [0.5, INF, INF], [0.5, NEG_INF, NAN]),
         (convert.from_fa3, [NAN, NEG_INF, NAN], [NAN, NEG_INF, NAN]),
     ],
 )
-def test_an_infinity_is_empty_only_beside_zeros(convert_from, lse, expected):
+def test_plus_infinity_is_empty_only_beside_zeros(convert_from, lse, expected):
     out = source_rows()
     got_out, got_lse = convert_from(out, torch.tensor([lse]))
     judge.assert_state((got_out, got_lse), out, torch.tensor([expected]))
 
 
-@pytest.mark.parametrize("mark", [INF, NEG_INF])
-def test_flashmla_layouts_and_marks(mark):
+@pytest.mark.parametrize(("mark", "beside_nan"), [(INF, NAN), (NEG_INF, NEG_INF)])
+def test_flashmla_layouts_and_marks(mark, beside_nan):
     out = source_rows()
     got = convert.from_flashmla(out, torch.tensor([[0.5], [mark], [mark]]))  # (total, heads)
-    judge.assert_state(got, out, torch.tensor([[0.5, NEG_INF, NAN]]))
+    judge.assert_state(got, out, torch.tensor([[0.5, NEG_INF, beside_nan]]))
     got = convert.from_flashmla(out[None], torch.tensor([[[0.5, mark, mark]]]))  # (b, heads, rows)
-    judge.assert_state(got, out[None], torch.tensor([[[0.5, NEG_INF, NAN]]]))
+    judge.assert_state(got, out[None], torch.tensor([[[0.5, NEG_INF, beside_nan]]]))
 
 
 def test_an_infinity_beside_finite_values_is_not_empty():
@@ -114,9 +124,17 @@ def test_an_infinity_beside_finite_values_is_not_empty():
     assert convert.from_fa2(out, torch.tensor([[INF]]))[1].isnan().all()
 
 
-def test_fa2_leaves_a_negative_infinity():
-    """FlashAttention-2 does not write it, so it is one of this library, whatever out holds."""
-    assert (convert.from_fa2(torch.full((1, 1, 4), NAN), torch.tensor([[NEG_INF]]))[1]) == NEG_INF
+@pytest.mark.parametrize(
+    "convert_from", [convert.from_fa2, convert.from_fa3, convert.from_flashmla]
+)
+@pytest.mark.parametrize("payload", [NAN, 5.0])
+def test_a_negative_infinity_is_empty_whatever_out_holds(convert_from, payload):
+    """And gets no gradient."""
+    lse = torch.tensor([[NEG_INF]], requires_grad=True)
+    _, got = convert_from(torch.full((1, 1, 4), payload), lse)
+    assert got == NEG_INF
+    (dlse,) = torch.autograd.grad(got, lse, torch.full_like(got, NAN))
+    assert dlse == 0
 
 
 @runs_on("combine")
@@ -152,6 +170,21 @@ def test_sglang_40903_flashinfer_4485_in_base_2(target):
     torch.testing.assert_close(out, expected, **tolerance)
 
 
+def test_the_default_dtype_changes_nothing():
+    out, lse = source_rows(), torch.tensor([[0.5, INF, INF]])
+    torch.set_default_dtype(torch.float64)
+    try:
+        results = [
+            convert.from_fa2(out, lse),
+            convert.from_flashmla(out, lse.T, attn_sink=torch.zeros(1, dtype=torch.float32)),
+            convert.from_flashinfer(out, lse.T),
+            convert.from_sentinel(out, lse, -1e30),
+        ]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {t.dtype for result in results for t in result} == {torch.float32}
+
+
 def test_flashinfer_writes_no_positive_infinity():
     _, lse = convert.from_flashinfer(torch.ones(1, 1, 4), torch.tensor([[INF]]))
     assert lse.isnan().all()
@@ -184,6 +217,13 @@ def test_flashmla_sink_belongs_to_the_lse(sinks):
     judge.assert_bits_equal(got[0], out, "out")
     judge.assert_special_positions_equal(got[1], lse, "lse")
     torch.testing.assert_close(got[1], lse, rtol=1e-14, atol=1e-14)
+
+
+def test_a_flashmla_sink_of_plus_infinity_is_nan():
+    """+inf is never a public value."""
+    lse = torch.tensor([[1.0, INF]])  # (total, heads)
+    _, got = convert.from_flashmla(torch.zeros(1, 2, 4), lse, attn_sink=torch.full((2,), INF))
+    assert got.isnan().all()
 
 
 def test_gradient_of_the_flashmla_sink():
@@ -305,11 +345,12 @@ def test_padded_results_of_fa2():
     judge.assert_state(got, out, lse)
 
 
-def test_a_sequence_longer_than_its_padding_is_nan():
-    got = convert.lse_from_padded(torch.zeros(1, 1, 2), int32([0, 3], "cpu"), 4)
-    judge.assert_state(
-        (got, got), torch.tensor([0, 0, NAN, NEG_INF]), torch.tensor([0, 0, NAN, NEG_INF])
-    )
+@pytest.mark.parametrize("max_seqlen", [0, 2])
+def test_a_sequence_longer_than_its_padding_is_nan(max_seqlen):
+    got = convert.lse_from_padded(torch.zeros(1, 1, max_seqlen), int32([0, 3], "cpu"), 4)
+    expected = torch.tensor([0, 0, NAN, NEG_INF])
+    expected[max_seqlen:3] = NAN
+    judge.assert_state((got, got), expected, expected)
 
 
 def test_gradients_of_the_padded_layout():
@@ -354,6 +395,12 @@ BAD = [
     (lambda: convert.from_fa3(OUT, LSE.half()), TypeError, "lse"),
     (lambda: convert.from_flashmla(OUT[0], LSE[0]), ValueError, "lse"),
     (lambda: convert.from_flashmla(OUT, LSE, attn_sink=torch.zeros(2)), ValueError, "attn_sink"),
+    (lambda: convert.from_flashmla(OUT, LSE, attn_sink=[0.0] * 3), TypeError, "attn_sink"),
+    (
+        lambda: convert.from_flashmla(OUT, LSE, attn_sink=torch.zeros(3, device="meta")),
+        ValueError,
+        "attn_sink",
+    ),
     (lambda: convert.from_flashmla(None, LSE), TypeError, "out"),
     (lambda: convert.from_flashinfer(OUT, LSE.transpose(1, 2)), ValueError, "out"),
     (lambda: convert.from_flashinfer(OUT[0], LSE[0]), ValueError, "lse"),
@@ -361,10 +408,19 @@ BAD = [
     (lambda: convert.from_sentinel(OUT, LSE, INF), ValueError, "value"),
     (lambda: convert.from_sentinel(OUT, LSE, NAN), ValueError, "value"),
     (lambda: convert.to_sentinel(OUT, LSE, NEG_INF), ValueError, "value"),
+    (lambda: convert.to_sentinel(OUT, LSE, -1e300), ValueError, "value"),
+    (lambda: convert.from_sentinel(OUT, LSE, -1e300), ValueError, "value"),
+    (lambda: convert.from_sentinel(OUT, LSE, None), ValueError, "value"),
     (lambda: convert.from_sentinel(OUT, LSE, -1e30, heads_last=True), ValueError, "lse"),
     (lambda: convert.lse_from_padded(LSE[0], CU_SEQLENS, 5), ValueError, "lse"),
     (lambda: convert.lse_from_padded(LSE, CU_SEQLENS.to("meta"), 5), ValueError, "cu_seqlens"),
+    (lambda: convert.lse_from_padded(LSE, CU_SEQLENS.tolist(), 5), TypeError, "cu_seqlens"),
+    (lambda: convert.lse_from_padded(LSE, CU_SEQLENS.float(), 5), TypeError, "cu_seqlens"),
+    (lambda: convert.lse_from_padded(None, CU_SEQLENS, 5), TypeError, "lse"),
     (lambda: convert.lse_to_padded(LSE, CU_SEQLENS, 5), ValueError, "lse"),
+    (lambda: convert.lse_to_padded(LSE[0], CU_SEQLENS.tolist(), 5), TypeError, "cu_seqlens"),
+    (lambda: convert.lse_to_padded(LSE[0], CU_SEQLENS[:0], 5), ValueError, "cu_seqlens"),
+    (lambda: convert.lse_to_padded(LSE[0, :, :0], CU_SEQLENS[:0], 5), ValueError, "cu_seqlens"),
 ]
 
 

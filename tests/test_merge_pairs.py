@@ -91,6 +91,29 @@ def test_in_place_refuses_to_record_gradients():
             neginf.merge_state_in_place(*tensors)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("name", "bad", "error"),
+    [
+        ("out", None, TypeError),
+        ("lse", torch.zeros(5, 2), ValueError),
+        ("lse", torch.zeros(2, 5).double(), TypeError),
+        ("out_other", torch.zeros(5, 2, 1), ValueError),
+        ("lse_other", None, TypeError),
+        ("lse_other", torch.zeros(2, 1), ValueError),
+        ("lse_other", torch.zeros(2, 5).int(), TypeError),
+    ],
+    ids=str,
+)
+def test_in_place_checks_with_a_mask_as_without(masked, name, bad, error):
+    """Nothing is broadcast or promoted on the way through the mask."""
+    out, lse = torch.zeros(5, 2, 4), torch.zeros(2, 5)
+    mask = torch.ones(5, dtype=torch.bool) if masked else None
+    tensors = {"out": out, "lse": lse, "out_other": out.clone(), "lse_other": lse.clone()}
+    with pytest.raises(error, match=rf"^{name}: got .*accepted"):
+        neginf.merge_state_in_place(**{**tensors, name: bad}, mask=mask)
+
+
 MASKS = [
     (torch.ones(5), TypeError),
     ([True] * 5, TypeError),
@@ -174,6 +197,9 @@ def test_gradcheck_of_the_sink():
 def test_bad_sinks(sink, error):
     with pytest.raises(error, match=r"^sink: got .*accepted"):
         neginf.apply_sink(torch.zeros(5, 2, 4), torch.zeros(2, 5), sink)
+    for lse in (torch.zeros(1, 5), torch.zeros(5, 2)):
+        with pytest.raises(ValueError, match=r"^lse: got .*accepted"):
+            neginf.apply_sink(torch.zeros(5, 2, 4), lse, torch.zeros(2))
     with pytest.raises(ValueError, match=r"\+inf"):
         neginf.apply_sink(torch.zeros(5, 2, 4), torch.zeros(2, 5), torch.tensor([0.0, INF]))
 

@@ -106,6 +106,23 @@ def test_training_step(name, padding):
         torch.testing.assert_close(gradient, expected, msg=parameter, **TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["llama", "sinks"])
+def test_autocast(name):
+    """Mixed precision: rotated q and k are float32 there, v is not."""
+    kind, reference, changes = MODELS[name]
+    inputs = batch("left")
+    real = inputs["attention_mask"].bool()
+    results = []
+    for implementation in ("neginf", reference):
+        model = tiny(kind, implementation, **changes).train()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(**inputs).logits[real]
+        logits.float().square().sum().backward()
+        results.append((logits, model.model.layers[0].self_attn.k_proj.weight.grad))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0.1, atol=0.02 * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padding", ["left", "none"])
 @pytest.mark.parametrize("name", ["llama", "sliding windows"])
@@ -219,6 +236,22 @@ def test_any_padding(data, name, q_length, past, room):
     )
     torch.testing.assert_close(out[rows], expected.transpose(1, 2)[rows], rtol=1e-12, atol=1e-12)
     judge.assert_zero(out[~rows], "rows that are padding")
+
+
+@pytest.mark.parametrize("given_mask", [None, torch.ones(1, 6, dtype=torch.bool)])
+def test_a_window_of_both_sides_needs_rows_that_end_with_the_keys(given_mask):
+    """Lengths alone would move it to the last key without a word."""
+    mask_function = PATTERNS["both windows"][0]
+    options = {"mask_function": mask_function, "attention_mask": given_mask}
+    assert integration.attention_mask(1, 3, 6, q_offset=3, **options) is None
+    with pytest.raises(NotImplementedError, match=r"^mask_function: got .*accepted"):
+        integration.attention_mask(1, 3, 6, q_offset=2, **options)
+
+
+def test_packed_sequences_are_described_in_full():
+    """Else they would see each other."""
+    with pytest.raises(ValueError, match=r"^cu_seq_lens_q, .*: got 2 of them; accepted"):
+        attend(cu_seq_lens_q=torch.tensor([0, 4, 10]), cu_seq_lens_k=torch.tensor([0, 4, 10]))
 
 
 def test_no_mask_where_nothing_is_masked():

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from neginf._checks import check_tensors
 from neginf.attention import flash_attn_func, flash_attn_varlen_func
 from neginf.merge import apply_sink, merge_states
 
@@ -126,15 +127,16 @@ def shared_prefix_attention(
         natural logarithm. Differentiable in all tensors.
 
     Raises:
-        ValueError: a prefix that is not 3-dimensional; too few keys for causal. Otherwise, and
+        ValueError: another number of dimensions; too few keys for causal. Otherwise, and
             TypeError, as :func:`neginf.flash_attn_func`.
     """
-    for name, prefix in (("k_prefix", k_prefix), ("v_prefix", v_prefix)):
-        if prefix.dim() != 3:
-            raise ValueError(
-                f"{name}: got {prefix.dim()} dimensions; accepted is (seqlen_prefix, heads, "
-                "head_dim)"
-            )
+    tensors = {"q": q, "k_prefix": k_prefix, "v_prefix": v_prefix, "k": k, "v": v}
+    check_tensors(**tensors)
+    for name, tensor in tensors.items():
+        lead = "seqlen_prefix" if name.endswith("prefix") else "batch, seqlen"
+        accepted = f"({lead}, heads, head_dim)"
+        if tensor.dim() != len(accepted.split(",")):
+            raise ValueError(f"{name}: got {tensor.dim()} dimensions; accepted is {accepted}")
     if causal and k.shape[1] < q.shape[1] - 1:
         raise ValueError(
             f"k: got {k.shape[1]} keys for {q.shape[1]} rows; accepted with causal are at least "
@@ -170,7 +172,8 @@ def chunked_attention(
     or dequantised piece by piece. Only one chunk has to be there at a time.
 
     The same as :func:`neginf.flash_attn_func` on the concatenation of the chunks. Between chunks
-    the state is kept in float32 (float64 for float64 q) and rounded once at the end.
+    the state is kept in float32 (float64 for float64 q): each chunk's out is rounded to the dtype
+    of q and so is the sum, but no sum in between.
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim).
@@ -190,6 +193,7 @@ def chunked_attention(
         ValueError: chunks that do not add up to seqlen_k, as soon as that is known. Otherwise, and
             TypeError, as :func:`neginf.flash_attn_func`.
     """
+    check_tensors(q=q)
     if q.dim() != 4:
         raise ValueError(
             f"q: got {q.dim()} dimensions; accepted is (batch, seqlen_q, heads, head_dim)"
@@ -218,6 +222,7 @@ def chunked_attention(
             deterministic=deterministic,
             return_lse=True,
         )
+        del k, v  # or this chunk would stay while the next one is made
         out, lse = merge_states([out, chunk_out.to(accumulate)], [lse, chunk_lse])
     if end != seqlen_k:
         raise ValueError(f"chunks: got {end} keys; accepted are seqlen_k = {seqlen_k}")
@@ -232,6 +237,7 @@ def _merged(states, return_lse):
 
 def _check_causal_level(level):
     """What can be seen without waiting for a GPU, and without values for a compiler."""
+    check_tensors(cu_seqlens_q=level.cu_seqlens_q, cu_seqlens_k=level.cu_seqlens_k)
     on_cpu = level.cu_seqlens_q.is_cpu and level.cu_seqlens_k.is_cpu
     if torch.compiler.is_compiling() or not on_cpu:
         return

@@ -6,17 +6,20 @@ returns. All of them
 
 * take and return a pair (out, lse), with out (batch, seqlen, heads, head_dim) or (total, heads,
   head_dim), so that results go straight into :func:`neginf.merge_states`;
-* are differentiable in both, with gradient exactly 0 for rows without keys;
+* are differentiable in both; the gradient of lse is exactly 0 in rows without keys;
 * never wait for the device: they select, and do not look at values on the host.
 
-``+inf`` never becomes ``-inf`` by itself. The libraries that write it do so for a row without keys
-and for a row with a NaN score alike; only `out` tells them apart. A row so marked is empty if its
-`out` is exactly 0, as those libraries leave it, and NaN otherwise: "empty" needs evidence.
+``-inf`` is empty, whatever `out` holds beside it (contract section 5). ``+inf`` never becomes
+``-inf`` by itself: the libraries that write it do so for a row without keys and for a row with a
+NaN score alike, and only `out` tells them apart. A row so marked is empty if its `out` is exactly
+0, as those libraries leave it, and NaN otherwise: "empty" needs evidence.
 """
 
 import math
 
 import torch
+
+from neginf._checks import check_state, check_tensors
 
 NEG_INF = float("-inf")
 INF = float("inf")
@@ -47,15 +50,15 @@ def from_fa2(out, lse, *, cu_seqlens_q=None):
         ValueError: shapes or devices that do not fit.
         TypeError: something that is no tensor, or an lse of another dtype.
     """
-    _check_tensors(out, lse)
+    check_tensors(out=out, lse=lse)
     if cu_seqlens_q is not None:
         lse = lse_from_padded(lse, cu_seqlens_q, out.shape[0])
-    _check_state(out, lse)
-    return out, _marks_to_empty(out, lse, lse == INF)
+    check_state(out, lse)
+    return out, _marks_to_empty(out, lse)
 
 
 def to_fa2(out, lse, *, cu_seqlens_q=None, max_seqlen_q=None):
-    """A state as FlashAttention-2 would return it: +inf in rows without keys.
+    """A state as FlashAttention-2 would return it: +inf and an out of 0 in rows without keys.
 
     A NaN stays NaN, where FlashAttention-2 itself writes +inf beside a NaN in out.
 
@@ -70,10 +73,11 @@ def to_fa2(out, lse, *, cu_seqlens_q=None, max_seqlen_q=None):
     Raises:
         ValueError, TypeError: as :func:`from_fa2`; only one of cu_seqlens_q and max_seqlen_q.
     """
-    _check_state(out, lse)
+    check_state(out, lse)
     if (cu_seqlens_q is None) != (max_seqlen_q is None):
         missing = "max_seqlen_q" if max_seqlen_q is None else "cu_seqlens_q"
         raise ValueError(f"{missing}: got None; accepted are both of cu_seqlens_q, max_seqlen_q")
+    out = _without_payload(out, lse == NEG_INF)
     if cu_seqlens_q is not None:
         lse = lse_to_padded(lse, cu_seqlens_q, max_seqlen_q)
     return out, torch.where(lse == NEG_INF, INF, lse)
@@ -84,10 +88,11 @@ def from_fa3(out, lse):
 
     They return natural logarithms as (batch, heads, seqlen) or (heads, total), and -inf for a row
     without keys; FlashAttention-3 returns **+inf** instead when the key tensor has no rows. For a
-    row with a NaN score they return **-inf** too, beside a NaN in out. FlashAttention-3 with more
-    than one split leaves the split with the NaN out of the sum: that cannot be seen afterwards.
-    FlashAttention-4 called with ``qv`` returns (batch, seqlen, heads): transpose that first. An lse
-    that includes FlashAttention-4's sink is a state like any other.
+    row with a NaN score they return **-inf** too, beside a NaN in out: it is empty to every merge,
+    so whoever must know looks for NaN in out first. FlashAttention-3 with more than one split
+    leaves the split with the NaN out of the sum: that cannot be seen afterwards. FlashAttention-4
+    called with ``qv`` returns (batch, seqlen, heads): transpose that first. An lse that includes
+    FlashAttention-4's sink is a state like any other.
 
     Args:
         out: (batch, seqlen, heads, head_dim) or (total, heads, head_dim).
@@ -95,13 +100,13 @@ def from_fa3(out, lse):
 
     Returns:
         (out, lse): out itself, and lse with -inf where the row is empty, NaN where out is not 0
-        though lse is infinite.
+        though lse is +inf.
 
     Raises:
         ValueError, TypeError: as :func:`from_fa2`.
     """
-    _check_state(out, lse)
-    return out, _marks_to_empty(out, lse, lse.isinf())
+    check_state(out, lse)
+    return out, _marks_to_empty(out, lse)
 
 
 def to_fa3(out, lse):
@@ -119,7 +124,7 @@ def to_fa3(out, lse):
     Raises:
         ValueError, TypeError: as :func:`from_fa2`.
     """
-    _check_state(out, lse)
+    check_state(out, lse)
     return out, lse
 
 
@@ -129,7 +134,7 @@ def from_flashmla(out, lse, *, attn_sink=None):
     It returns natural logarithms: decode (batch, heads, seqlen) beside out (batch, seqlen, heads,
     head_dim), prefill (total, heads) beside out (total, heads, head_dim). A row without keys holds
     **+inf** and an out of 0. A row with a NaN score holds NaN after a sparse prefill; after a
-    decode it depends on the kernel, and an infinity beside an out that is not 0 is taken for NaN.
+    decode it depends on the kernel, and a +inf beside an out that is not 0 is taken for NaN.
 
     FlashMLA scales out by its ``attn_sink`` and leaves it out of lse, so that the two do not belong
     together: pass the same attn_sink here, and lse will include it.
@@ -141,22 +146,22 @@ def from_flashmla(out, lse, *, attn_sink=None):
 
     Returns:
         (out, lse) in the layout of this library. With a finite attn_sink a row without keys has
-        lse = attn_sink.
+        lse = attn_sink; an attn_sink of +inf, which leaves nothing of out, gives NaN.
 
     Raises:
         ValueError, TypeError: as :func:`from_fa2`; an attn_sink of another shape.
     """
-    _check_tensors(out, lse)
+    check_tensors(out=out, lse=lse)
     heads_last = out.dim() == 3
-    _check_state(out, lse, heads_last)
+    check_state(out, lse, heads_last)
     lse = _heads_first(lse, heads_last)
-    lse = _marks_to_empty(out, lse, lse.isinf())
+    lse = _marks_to_empty(out, lse)
     return out, lse if attn_sink is None else _with_sink(lse, attn_sink)
 
 
 def to_flashmla(out, lse):
-    """A state as FlashMLA returns it without a sink: +inf in rows without keys, and lse laid out
-    (batch, heads, seqlen) for a decode, (total, heads) for a prefill. A NaN stays NaN.
+    """A state as FlashMLA returns it without a sink: +inf and an out of 0 in rows without keys, and
+    lse laid out (batch, heads, seqlen) for a decode, (total, heads) for a prefill. A NaN stays NaN.
 
     Args:
         out, lse: a state of this library.
@@ -167,8 +172,10 @@ def to_flashmla(out, lse):
     Raises:
         ValueError, TypeError: as :func:`from_fa2`.
     """
-    _check_state(out, lse)
-    return out, _heads_last(torch.where(lse == NEG_INF, INF, lse), out.dim() == 3)
+    check_state(out, lse)
+    empty = lse == NEG_INF
+    lse = _heads_last(torch.where(empty, INF, lse), out.dim() == 3)
+    return _without_payload(out, empty), lse
 
 
 def from_flashinfer(out, lse):
@@ -189,7 +196,7 @@ def from_flashinfer(out, lse):
     Raises:
         ValueError, TypeError: as :func:`from_fa2`.
     """
-    _check_state(out, lse, heads_last=True)
+    check_state(out, lse, heads_last=True)
     _check_packed(out)
     lse = _heads_first(lse, True)
     return _state(out, lse, lse == NEG_INF, base2=True)
@@ -208,7 +215,7 @@ def to_flashinfer(out, lse):
     Raises:
         ValueError, TypeError: as :func:`from_fa2`.
     """
-    _check_state(out, lse)
+    check_state(out, lse)
     _check_packed(out)
     return out, _heads_last(lse_to_base2(lse), True)
 
@@ -223,7 +230,7 @@ def from_sentinel(out, lse, value, *, base2=False, heads_last=False):
     Args:
         out: (batch, seqlen, heads, head_dim) or (total, heads, head_dim).
         lse: (batch, heads, seqlen) or (heads, total), float32 (float64 with float64).
-        value: the sentinel, finite, in the base of lse.
+        value: the sentinel, finite in the dtype of lse, in its base.
         base2: lse holds logarithms in base 2.
         heads_last: lse is laid out (batch, seqlen, heads) or (total, heads).
 
@@ -234,8 +241,8 @@ def from_sentinel(out, lse, value, *, base2=False, heads_last=False):
         ValueError: a value that is not finite; otherwise as :func:`from_fa2`.
         TypeError: as :func:`from_fa2`.
     """
-    _check_finite(value)
-    _check_state(out, lse, heads_last)
+    check_state(out, lse, heads_last)
+    _check_sentinel(value, lse.dtype)
     lse = _heads_first(lse, heads_last)
     return _state(out, lse, (lse == value) | (lse == NEG_INF), base2)
 
@@ -253,8 +260,8 @@ def to_sentinel(out, lse, value, *, base2=False, heads_last=False):
     Raises:
         ValueError, TypeError: as :func:`from_sentinel`.
     """
-    _check_finite(value)
-    _check_state(out, lse)
+    check_state(out, lse)
+    _check_sentinel(value, lse.dtype)
     scaled = lse_to_base2(lse) if base2 else lse
     return out, _heads_last(torch.where(lse == NEG_INF, value, scaled), heads_last)
 
@@ -285,19 +292,21 @@ def lse_from_padded(lse, cu_seqlens, total):
 
     Raises:
         ValueError: shapes or devices that do not fit.
+        TypeError: something that is no tensor, or cu_seqlens of another dtype.
     """
+    check_tensors(lse=lse, cu_seqlens=cu_seqlens)
     if lse.dim() != 3:
         raise ValueError(f"lse: got {lse.dim()} dimensions; accepted is (batch, heads, max_seqlen)")
     batch, heads, max_seqlen = lse.shape
     _check_cu_seqlens(cu_seqlens, lse, batch)
-    if lse.numel() == 0:
+    if batch == 0:
         return lse.new_full((heads, total), NEG_INF)
+    lse = torch.nn.functional.pad(lse, (0, 1), value=NAN)  # one more, for all that are not there
     row = torch.arange(total, dtype=cu_seqlens.dtype, device=lse.device)
     sequence = torch.searchsorted(cu_seqlens, row, right=True) - 1
     in_sequence = sequence.clamp(max=batch - 1)
     position = row - cu_seqlens[in_sequence]
-    values = lse[in_sequence, :, position.clamp(max=max_seqlen - 1)].T
-    values = torch.where(position < max_seqlen, values, NAN)
+    values = lse[in_sequence, :, position.clamp(max=max_seqlen)].T
     return torch.where(sequence < batch, values, NEG_INF).contiguous()
 
 
@@ -314,11 +323,13 @@ def lse_to_padded(lse, cu_seqlens, max_seqlen):
 
     Raises:
         ValueError: shapes or devices that do not fit.
+        TypeError: something that is no tensor, or cu_seqlens of another dtype.
     """
+    check_tensors(lse=lse, cu_seqlens=cu_seqlens)
     if lse.dim() != 2:
         raise ValueError(f"lse: got {lse.dim()} dimensions; accepted is (heads, total)")
     heads, total = lse.shape
-    batch = cu_seqlens.numel() - 1
+    batch = max(0, cu_seqlens.numel() - 1)
     _check_cu_seqlens(cu_seqlens, lse, batch)
     if total == 0:
         return lse.new_full((batch, heads, max_seqlen), NEG_INF)
@@ -329,27 +340,37 @@ def lse_to_padded(lse, cu_seqlens, max_seqlen):
     return torch.where(inside, values, NEG_INF).contiguous()
 
 
-def _marks_to_empty(out, lse, marked):
-    """`lse` with the marked rows made -inf where out is exactly 0, else NaN."""
+def _marks_to_empty(out, lse):
+    """`lse` with +inf made -inf where out is exactly 0, else NaN."""
     is_zero = (out == 0).all(-1).transpose(-1, -2)
-    return torch.where(marked, torch.where(is_zero, NEG_INF, NAN), lse)
+    # The -inf that are there already are selected too, so that their gradient is 0.
+    lse = torch.where((lse == NEG_INF) | ((lse == INF) & is_zero), NEG_INF, lse)
+    return torch.where(lse == INF, NAN, lse)
 
 
 def _state(out, lse, empty, base2):
     """The state with these rows empty; elsewhere no infinity is left."""
     natural = lse_from_base2(lse) if base2 else lse
     natural = torch.where(lse == INF, NAN, natural)
-    is_empty_row = empty.transpose(-1, -2).unsqueeze(-1)
-    return torch.where(is_empty_row, 0, out), torch.where(empty, NEG_INF, natural)
+    return _without_payload(out, empty), torch.where(empty, NEG_INF, natural)
+
+
+def _without_payload(out, empty):
+    """`out` with 0 in these rows: beside +inf it is what tells them from NaN."""
+    return torch.where(empty.transpose(-1, -2).unsqueeze(-1), 0, out)
 
 
 def _with_sink(lse, sink):
     """ln(exp(lse) + exp(sink)), with exact zeros for the gradient of what is -inf."""
-    if sink.shape != lse.shape[-2:-1]:
+    check_tensors(attn_sink=sink)
+    if sink.shape != lse.shape[-2:-1] or sink.device != lse.device:
         raise ValueError(
-            f"attn_sink: got shape {tuple(sink.shape)}; accepted is {tuple(lse.shape[-2:-1])}"
+            f"attn_sink: got shape {tuple(sink.shape)} on {sink.device}; accepted is "
+            f"{tuple(lse.shape[-2:-1])} on {lse.device}"
         )
-    sink = torch.where(sink == NEG_INF, NEG_INF, sink).to(lse.dtype).unsqueeze(-1)
+    sink = torch.where(sink == NEG_INF, NEG_INF, sink)
+    sink = torch.where(sink == INF, NAN, sink)
+    sink = sink.to(lse.dtype).unsqueeze(-1)
     empty = lse == NEG_INF
     both = torch.logaddexp(torch.where(empty, 0, lse), sink)
     return torch.where(empty, sink, both)
@@ -362,47 +383,22 @@ def _heads_first(lse, heads_last):
 _heads_last = _heads_first  # the exchange of the last two axes is its own inverse
 
 
-def _check_tensors(out, lse):
-    for name, tensor in (("out", out), ("lse", lse)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}; accepted is a tensor")
-
-
-def _check_state(out, lse, heads_last=False):
-    _check_tensors(out, lse)
-    if out.dim() not in (3, 4):
-        raise ValueError(
-            f"out: got {out.dim()} dimensions; accepted are 4, (batch, seqlen, heads, head_dim), "
-            "or 3, (total, heads, head_dim)"
-        )
-    *batch, rows, heads, _ = out.shape
-    expected = (*batch, rows, heads) if heads_last else (*batch, heads, rows)
-    if lse.shape != expected:
-        raise ValueError(
-            f"lse: got shape {tuple(lse.shape)}; accepted is {expected} for out of shape "
-            f"{tuple(out.shape)}"
-        )
-    if lse.device != out.device:
-        raise ValueError(f"lse: got device {lse.device}; accepted is that of out, {out.device}")
-    accepted = torch.promote_types(out.dtype, torch.float32)
-    if lse.dtype != accepted:
-        raise TypeError(f"lse: got dtype {lse.dtype}; accepted is {accepted}")
-
-
 def _check_packed(out):
     if out.dim() != 3:
         raise ValueError(f"out: got {out.dim()} dimensions; accepted is (total, heads, head_dim)")
 
 
-def _check_finite(value):
-    if not math.isfinite(value):
+def _check_sentinel(value, dtype):
+    if not (isinstance(value, int | float) and abs(value) <= torch.finfo(dtype).max):
         raise ValueError(
-            f"value: got {value}; accepted is a finite number (an infinity has converters of its "
-            "own, such as from_fa2)"
+            f"value: got {value}; accepted is a finite number of {dtype} (an infinity has "
+            "converters of its own, such as from_fa2)"
         )
 
 
 def _check_cu_seqlens(cu_seqlens, lse, batch):
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: got dtype {cu_seqlens.dtype}; accepted is torch.int32")
     if cu_seqlens.shape != (batch + 1,):
         raise ValueError(
             f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}; accepted is ({batch + 1},)"

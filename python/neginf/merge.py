@@ -7,6 +7,7 @@ identity is (0, -inf), so parts may be empty, in any number and any order.
 import torch
 
 from neginf import ops
+from neginf._checks import check_no_gradient, check_same_kind, check_state
 
 NEG_INF = float("-inf")
 
@@ -78,7 +79,7 @@ def merge_states(outs, lses):
         )
     for name, tensors in (("outs", outs), ("lses", lses)):
         for i, tensor in enumerate(tensors):
-            _check_same_kind(f"{name}[{i}]", tensor, f"{name}[0]", tensors[0])
+            check_same_kind(f"{name}[{i}]", tensor, f"{name}[0]", tensors[0])
     return ops.combine(torch.stack(outs), torch.stack(lses), None)
 
 
@@ -117,13 +118,10 @@ def merge_state_in_place(out, lse, out_other, lse_other, mask=None):
             :func:`merge_states`.
         TypeError: a mask that is not bool; otherwise as :func:`merge_states`.
     """
-    tensors = {"out": out, "lse": lse, "out_other": out_other, "lse_other": lse_other}
-    for name, tensor in tensors.items():
-        if torch.is_grad_enabled() and getattr(tensor, "requires_grad", False):
-            raise ValueError(
-                f"{name}: got a tensor that needs a gradient; accepted are tensors without, or a "
-                "call under torch.no_grad()"
-            )
+    check_state(out, lse)
+    check_same_kind("out_other", out_other, "out", out)
+    check_same_kind("lse_other", lse_other, "lse", lse)
+    check_no_gradient(out=out, lse=lse, out_other=out_other, lse_other=lse_other)
     if mask is None:
         merged_out, merged_lse = merge_state(out, lse, out_other, lse_other)
     else:
@@ -158,6 +156,7 @@ def apply_sink(out, lse, sink):
         TypeError: a sink that is no floating-point tensor.
         What is wrong with the state, or +inf in the sink, is said as in :func:`merge_states`.
     """
+    check_state(out, lse)
     if not isinstance(sink, torch.Tensor) or not sink.is_floating_point():
         got = sink.dtype if isinstance(sink, torch.Tensor) else type(sink).__name__
         raise TypeError(f"sink: got {got}; accepted is a floating-point tensor")
@@ -179,12 +178,3 @@ def _check_mask(mask, out):
             f"mask: got shape {tuple(mask.shape)} on {mask.device}; accepted is "
             f"{tuple(out.shape[:-2])} on {out.device}"
         )
-
-
-def _check_same_kind(name, tensor, first_name, first):
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: got {type(tensor).__name__}; accepted is a tensor")
-    for what, error in (("shape", ValueError), ("device", ValueError), ("dtype", TypeError)):
-        got, accepted = getattr(tensor, what), getattr(first, what)
-        if got != accepted:
-            raise error(f"{name}: got {what} {got}; accepted is that of {first_name}, {accepted}")

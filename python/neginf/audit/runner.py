@@ -115,10 +115,13 @@ def _run(spec, timeout_s):
         results.touch()
         while remaining := [name for name in probes.NAMES if name not in findings]:
             end = _run_worker([spec, str(results), *remaining], timeout_s)
-            for line in results.read_text().splitlines():
+            lines = results.read_text().splitlines()
+            for line in lines:
                 finding = json.loads(line)
                 findings[finding.pop("probe")] = finding
             results.write_text("")
+            if not lines:  # the library itself may have exited, and with any status
+                end = end or "ends the process"
             if end and (unfinished := [name for name in remaining if name not in findings]):
                 findings[unfinished[0]] = {"text": end, "conforms": False}
     return findings

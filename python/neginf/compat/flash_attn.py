@@ -15,6 +15,7 @@ caches: ``flash_attn_with_kvcache`` is missing.
 import torch
 
 from neginf import ops
+from neginf._checks import check_tensors
 from neginf.attention import _reject_dropout, flash_attn_func, flash_attn_varlen_func
 
 __all__ = [
@@ -265,8 +266,8 @@ def _flash_attn_backward(
         None, where FlashAttention-2 returns its workspace D.
 
     Raises:
-        ValueError: a gradient of another shape; on the CPU +inf in softmax_lse (convert it, see
-            :func:`neginf.convert.from_fa2`). Otherwise as :func:`neginf.flash_attn_func`.
+        ValueError: a gradient of another shape or device; on the CPU +inf in softmax_lse (convert
+            it, see :func:`neginf.convert.from_fa2`). Otherwise as :func:`neginf.flash_attn_func`.
         NotImplementedError: dropout.
     """
     _backward(
@@ -317,9 +318,13 @@ def _backward(
 ):  # fmt: skip
     _reject_dropout(dropout_p)
     for name, buffer, like in zip(("dq", "dk", "dv"), buffers, (q, k, v), strict=True):
-        if buffer is not None and buffer.shape != like.shape:
+        if buffer is None:
+            continue
+        check_tensors(**{name: buffer})
+        if buffer.shape != like.shape or buffer.device != like.device:
             raise ValueError(
-                f"{name}: got shape {tuple(buffer.shape)}; accepted is {tuple(like.shape)}"
+                f"{name}: got shape {tuple(buffer.shape)} on {buffer.device}; accepted is "
+                f"{tuple(like.shape)} on {like.device}"
             )
     with torch.no_grad():
         gradients = ops.backward(
@@ -332,6 +337,7 @@ def _backward(
 
 
 def _unpacked(name, tensor, dims, count):
+    check_tensors(**{name: tensor})
     if tensor.dim() != dims or tensor.shape[-3] != count:
         lead = "batch, seqlen" if dims == 5 else "total"
         raise ValueError(

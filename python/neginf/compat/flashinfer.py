@@ -8,6 +8,7 @@ state from a library that writes it comes in through :mod:`neginf.convert`.
 import torch
 
 import neginf
+from neginf._checks import check_lse, check_no_gradient, check_same_kind, check_tensors
 from neginf.convert import lse_from_base2, lse_to_base2
 
 
@@ -25,7 +26,8 @@ def merge_state(v_a, s_a, v_b, s_b):
         ValueError, TypeError: shapes, devices or dtypes that do not fit.
     """
     _check("v_a", v_a, "s_a", s_a)
-    _check("v_b", v_b, "s_b", s_b)
+    check_same_kind("v_b", v_b, "v_a", v_a)
+    check_same_kind("s_b", s_b, "s_a", s_a)
     v, lse = neginf.merge_state(v_a, _natural(s_a), v_b, _natural(s_b))
     return v, _base2(lse)
 
@@ -60,7 +62,9 @@ def merge_state_in_place(v, s, v_other, s_other, mask=None):
         ValueError, TypeError: as :func:`merge_state` and :func:`neginf.merge_state_in_place`.
     """
     _check("v", v, "s", s)
-    _check("v_other", v_other, "s_other", s_other)
+    check_same_kind("v_other", v_other, "v", v)
+    check_same_kind("s_other", s_other, "s", s)
+    check_no_gradient(v=v, s=s, v_other=v_other, s_other=s_other)
     lse = _natural(s)
     neginf.merge_state_in_place(v, lse, v_other, _natural(s_other), mask)
     merged = _base2(lse)
@@ -76,14 +80,8 @@ def _base2(lse):
 
 
 def _check(v_name, v, s_name, s, lead="tokens"):
-    for name, tensor in ((v_name, v), (s_name, s)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}; accepted is a tensor")
+    check_tensors(**{v_name: v})
     accepted = f"({lead}, heads, head_dim)"
     if v.dim() != len(accepted.split(",")):
         raise ValueError(f"{v_name}: got {v.dim()} dimensions; accepted is {accepted}")
-    if s.shape != v.shape[:-1]:
-        raise ValueError(
-            f"{s_name}: got shape {tuple(s.shape)}; accepted is {tuple(v.shape[:-1])} for {v_name} "
-            f"of shape {tuple(v.shape)}"
-        )
+    check_lse(s_name, s, v.shape[:-1], v_name, v)

@@ -80,6 +80,12 @@ def attention_mask(
     ends_together = (
         isinstance(q_offset, int) and isinstance(kv_offset, int)
     ) and q_offset + q_length == kv_offset + kv_length
+    if pattern.window and not pattern.causal and not ends_together:
+        # Lengths align the window to the last key, and the keys after the last row are needed.
+        raise NotImplementedError(
+            f"mask_function: got a window of both sides over {q_length} rows from {q_offset} on "
+            f"and {kv_length} keys from {kv_offset} on; accepted are some that end together"
+        )
     if attention_mask is None and (ends_together or not pattern.causal):
         return None
 
@@ -130,7 +136,8 @@ def attention(
     Args:
         module: the attention layer; its ``is_causal`` (True if it has none) counts when the
             argument is None.
-        query: (batch, num_heads, seqlen_q, head_dim).
+        query: (batch, num_heads, seqlen_q, head_dim). Under autocast query, key and value are cast
+            to its dtype, as torch's attention casts them.
         key, value: (batch, num_heads_k, seqlen_k, head_dim); value may have a smaller head_dim.
         attention_mask: what :func:`attention_mask` returned.
         scaling: of the scores, before softcap; None is ``1 / sqrt(head_dim)``.
@@ -145,7 +152,8 @@ def attention(
 
     Raises:
         NotImplementedError: what :func:`register` says is not supported.
-        ValueError: an attention_mask of another kind, or a value of larger head_dim.
+        ValueError: an attention_mask of another kind, a value of larger head_dim, or only some of
+            what describes packed sequences.
     """
     if dropout:
         raise NotImplementedError(f"dropout: got {dropout}; accepted is 0.0")
@@ -154,6 +162,9 @@ def attention(
     if output_attentions:
         raise NotImplementedError("output_attentions: got True; accepted is False")
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    if torch.is_autocast_enabled(query.device.type):  # which leaves q and k, once rotated, float32
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (t.to(dtype) for t in (query, key, value))
     head_dim, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
     if missing < 0:
         raise ValueError(
@@ -171,7 +182,13 @@ def attention(
 
     is_padded = attention_mask is not None and attention_mask.dtype == torch.bool
     packing = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if all(given is not None for given in packing) and not is_padded:
+    is_packed = [given is not None for given in packing]
+    if any(is_packed) and not all(is_packed):
+        raise ValueError(
+            f"cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: got {sum(is_packed)} of "
+            "them; accepted are all or none"
+        )
+    if all(is_packed) and not is_padded:
         out = _attend_packed(query, key, value, *packing, options)
     elif attention_mask is None:
         out = flash_attn_func(query, key, value, **options)
