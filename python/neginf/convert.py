@@ -9,7 +9,8 @@ returns. All of them
 * are differentiable in both; the gradient of lse is exactly 0 in rows without keys;
 * never wait for the device: they select, and do not look at values on the host.
 
-``-inf`` is empty, whatever `out` holds beside it (contract section 5). ``+inf`` never becomes
+``-inf`` is empty, whatever `out` holds beside it (contract section 5); for FlashAttention-3 and -4
+alone, which write it for a NaN score as well, a NaN in `out` says so. ``+inf`` never becomes
 ``-inf`` by itself: the libraries that write it do so for a row without keys and for a row with a
 NaN score alike, and only `out` tells them apart. A row so marked is empty if its `out` is exactly
 0, as those libraries leave it, and NaN otherwise: "empty" needs evidence.
@@ -88,10 +89,10 @@ def from_fa3(out, lse):
 
     They return natural logarithms as (batch, heads, seqlen) or (heads, total), and -inf for a row
     without keys; FlashAttention-3 returns **+inf** instead when the key tensor has no rows. For a
-    row with a NaN score they return **-inf** too, beside a NaN in out: it is empty to every merge,
-    so whoever must know looks for NaN in out first. FlashAttention-3 with more than one split
-    leaves the split with the NaN out of the sum: that cannot be seen afterwards. FlashAttention-4
-    called with ``qv`` returns (batch, seqlen, heads): transpose that first. An lse that includes
+    row with a NaN score they return **-inf** too, beside a NaN in out: NaN is never empty (rule
+    P3), so a row with a NaN in out is NaN here. FlashAttention-3 with more than one split leaves
+    the split with the NaN out of the sum: that cannot be seen afterwards. FlashAttention-4 called
+    with ``qv`` returns (batch, seqlen, heads): transpose that first. An lse that includes
     FlashAttention-4's sink is a state like any other.
 
     Args:
@@ -99,14 +100,15 @@ def from_fa3(out, lse):
         lse: (batch, heads, seqlen) or (heads, total), float32 (float64 with float64).
 
     Returns:
-        (out, lse): out itself, and lse with -inf where the row is empty, NaN where out is not 0
-        though lse is +inf.
+        (out, lse): out itself, and lse with -inf where the row is empty, NaN where lse is infinite
+        and out holds a NaN, or where lse is +inf and out is not 0.
 
     Raises:
         ValueError, TypeError: as :func:`from_fa2`.
     """
     check_state(out, lse)
-    return out, _marks_to_empty(out, lse)
+    holds_nan = out.isnan().any(-1).transpose(-1, -2)
+    return out, torch.where(lse.isinf() & holds_nan, NAN, _marks_to_empty(out, lse))
 
 
 def to_fa3(out, lse):

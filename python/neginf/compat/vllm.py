@@ -3,7 +3,7 @@
 import torch
 
 from neginf._checks import check_lse, check_no_gradient, check_same_kind, check_tensors
-from neginf.convert import NEG_INF, from_fa3
+from neginf.convert import NEG_INF, from_fa2
 from neginf.merge import flash_attn_combine
 
 
@@ -19,7 +19,7 @@ def merge_attn_states(
 ):
     """Merges the state of a prefix with that of a suffix, into `output` and `output_lse`.
 
-    The states are read as FlashAttention-2 and -3 write them, see :func:`neginf.convert.from_fa3`:
+    The states are read as :func:`neginf.convert.from_fa2` reads them:
     -inf is an empty row, whatever the output beside it holds; +inf is one if the output beside it
     is 0, and NaN otherwise. Two empty rows give 0 and -inf.
 
@@ -65,7 +65,7 @@ def merge_attn_states(
     if prefill_tokens_with_context is not None:
         token = torch.arange(tokens, device=output.device)
         prefix_lse = torch.where(token < prefill_tokens_with_context, prefix_lse, NEG_INF)
-    prefix, suffix = from_fa3(prefix_output, prefix_lse), from_fa3(suffix_output, suffix_lse)
+    prefix, suffix = from_fa2(prefix_output, prefix_lse), from_fa2(suffix_output, suffix_lse)
     outs, lses = (torch.stack(pair) for pair in zip(prefix, suffix, strict=True))
     _, lse = flash_attn_combine(outs, lses, out=output)
     if output_lse is not None:

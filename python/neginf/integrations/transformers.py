@@ -243,14 +243,18 @@ def _closure_of(function):
     return {name: cell.cell_contents for name, cell in cells}
 
 
-# By the names that transformers' factories give to what they return.
+# By the names that transformers' factories give to what they return; not every version has all.
 _KINDS = {
-    masks.and_masks().__qualname__: "and",
-    masks.sliding_window_overlay(1).__qualname__: "window",
-    masks.sliding_window_bidirectional_overlay(1).__qualname__: "window",
-    masks.chunked_overlay(1, None).__qualname__: "chunk",
-    masks.packed_sequence_mask_function(None).__qualname__: "packed",
-    masks.remap_positions_for_packed_sequence(None, None).__qualname__: "remap",
+    getattr(masks, factory)(*arguments).__qualname__: kind
+    for factory, arguments, kind in (
+        ("and_masks", (), "and"),
+        ("sliding_window_overlay", (1,), "window"),
+        ("sliding_window_bidirectional_overlay", (1,), "window"),
+        ("chunked_overlay", (1, None), "chunk"),
+        ("packed_sequence_mask_function", (None,), "packed"),
+        ("remap_positions_for_packed_sequence", (None, None), "remap"),
+    )
+    if hasattr(masks, factory)
 }
 
 
