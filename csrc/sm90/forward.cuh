@@ -212,11 +212,13 @@ __device__ __forceinline__ void load_tiles(const Problem<float>& problem, const 
 // Among the consumers.
 __device__ __forceinline__ int consumer_thread() { return thread_index_again() - 128; }
 
-// An accumulator, ((2, 2, N / 8), 1, 1) per thread, as (rows, columns).
-template <class Layout>
-CUTE_HOST_DEVICE constexpr auto rows_and_columns(Layout layout) {
-  return make_layout(make_layout(get<0, 1>(layout), get<1>(layout)),
-                     make_layout(get<0, 0>(layout), get<0, 2>(layout), get<2>(layout)));
+// An accumulator or its coordinates, ((2, 2, N / 8), 1, 1) per thread, as (rows, columns).
+template <class Fragment>
+__device__ __forceinline__ auto as_rows_and_columns(Fragment& fragment) {
+  const auto layout = fragment.layout();
+  return make_tensor(fragment.data(), make_layout(make_layout(get<0, 1>(layout), get<1>(layout)),
+                                                  make_layout(get<0, 0>(layout), get<0, 2>(layout),
+                                                              get<2>(layout))));
 }
 
 // A value that is the same in all lanes, known to be so: products are issued on no divergent path.
@@ -331,189 +333,233 @@ __device__ __forceinline__ void load_alibi_slopes(const Problem<float>& problem,
   }
 }
 
+// One consumer warpgroup. Everything is inlined: accumulators must stay in registers.
 template <typename Traits>
-__device__ __forceinline__ void consume(const ForwardParams<float>& params,
-                                        typename Traits::SharedStorage& shared) {
+class Consumer {
   using Element = typename Traits::Element;
+  using SharedStorage = typename Traits::SharedStorage;
+  using ScoreMma = typename Traits::ScoreMma;
+  using OutputMma = typename Traits::OutputMma;
   using ScoreTile = typename Traits::ScoreTile;
-  constexpr int kBlockN = Traits::kBlockN;
+  using OutputTile = typename Traits::OutputTile;
+  static constexpr int kBlockN = Traits::kBlockN;
 
-  Tensor sQ = make_tensor(make_smem_ptr(shared.q[0]), typename Traits::LayoutQ{});
-  Tensor sK = make_tensor(make_smem_ptr(shared.k[0]), typename Traits::LayoutKV{});
-  Tensor sVt = make_tensor(make_smem_ptr(shared.v[0]), typename Traits::LayoutVTransposed{});
-  typename Traits::ScoreMma score_mma;
-  typename Traits::OutputMma output_mma;
-  // Descriptors, uniform in a warpgroup and known to be.
-  const int warpgroup = cutlass::canonical_warp_group_idx() - 1;
-  const Turns<Traits::kWarpgroups> turns{warpgroup};
-  if constexpr (Traits::kTakesTurns) turns.begin();
-  auto score_thread = score_mma.get_slice(warpgroup * 128);
-  auto output_thread = output_mma.get_slice(warpgroup * 128);
-  Tensor tSrQ = score_thread.partition_fragment_A(sQ);  // (MMA, M, K, stage)
-  Tensor tSrK = score_thread.partition_fragment_B(sK);
-  Tensor tOrV = output_thread.partition_fragment_B(sVt);
+ public:
+  __device__ __forceinline__ Consumer(const ForwardParams<float>& params, SharedStorage& shared)
+      : params_(params),
+        shared_(shared),
+        // Uniform in the warpgroup, and known to be.
+        warpgroup_(cutlass::canonical_warp_group_idx() - 1),
+        turns_{warpgroup_},
+        softmax_(params.problem.softmax_scale) {}
 
-  Tensor tSrS = partition_fragment_C(score_mma, ScoreTile{});
-  Tensor scores = make_tensor(tSrS.data(), rows_and_columns(tSrS.layout()));
-  Tensor tOrP = make_tensor<Element>(OperandLayout<kBlockN>{});
-  Tensor tOrO = partition_fragment_C(output_mma, typename Traits::OutputTile{});
-  Tensor output = make_tensor(tOrO.data(), rows_and_columns(tOrO.layout()));
-  const auto output_coordinates = [&] {
-    Tensor tOcO = output_mma.get_slice(consumer_thread())
-                      .partition_C(make_identity_tensor(typename Traits::OutputTile{}));
-    return make_tensor(tOcO.data(), rows_and_columns(tOcO.layout()));
-  };
-
-  OnlineSoftmax<2> softmax(params.problem.softmax_scale);
-  [[maybe_unused]] ScoreModifiers modifiers{};
-  [[maybe_unused]] float slopes[2];
-  int turn = 0;     // of row tiles
-  int q_count = 0;  // of row tiles with keys
-  int count = 0;    // of key tiles
-
-  const auto work_of = [&](int turn) -> const ForwardWork& {
-    return shared.work[shared.work_ring.stage(turn)];
-  };
-  const auto is_end = [&](int turn) {
-    return uniform(shared.is_end[shared.work_ring.stage(turn)]) != 0;
-  };
-  const auto issue_scores = [&](int k_count) __attribute__((always_inline)) {
-    issue<true>(score_mma, tSrQ(_, _, _, shared.q_ring.stage(q_count)),
-                tSrK(_, _, _, shared.k_ring.stage(k_count)), tSrS);
-  };
-  const auto issue_output = [&]() __attribute__((always_inline)) {
-    shared.v_ring.wait_full(count);
-    issue<false>(output_mma, tOrP, tOrV(_, _, _, shared.v_ring.stage(count)), tOrO);
-  };
-
-  const auto begin_row_tile = [&] {
-    if constexpr (Traits::kModifiesScores) {
-      const ForwardWork& work = work_of(turn);
-      modifiers = ScoreModifiers::of(params.problem, work.tile.index, work.head);
-      if (modifiers.has_alibi) {
-        load_alibi_slopes(params.problem, work, output_coordinates(), slopes);
+  __device__ __forceinline__ void run() {
+    if constexpr (Traits::kTakesTurns) turns_.begin();
+    bool has_begun = false;  // S of the first key tile of row tile `turn_` is there
+    while (true) {
+      if (!has_begun) {
+        shared_.work_ring.wait_full(turn_);
+        if (is_end(turn_)) return;
       }
-      softmax = OnlineSoftmax<2>(modifiers.scale);
-    } else {
-      softmax = OnlineSoftmax<2>(params.problem.softmax_scale);
+      begin_row_tile();
+      int tile = uniform(work(turn_).key_tiles.first());
+      if (tile == KeyTiles::kNone) {
+        end_row_tile();
+        continue;
+      }
+      if (!has_begun) {
+        shared_.q_ring.wait_full(q_count_);
+        shared_.k_ring.wait_full(count_);
+        issue_scores(count_);
+        wait_for<0>(tSrS_);
+      }
+      first_step(tile);
+      while ((tile = uniform(work(turn_).key_tiles.after(tile))) != KeyTiles::kNone) step(tile);
+      has_begun = last_step();
     }
-    clear(tOrO);
-  };
-  const auto end_row_tile = [&] {
-    const ForwardWork& work = work_of(turn);
-    const auto coordinates = output_coordinates();
-    finish_rows(params, work, softmax, output, coordinates);
-    if (params.num_splits > 1) {
-      store_partial(params, work, output, coordinates);
+  }
+
+ private:
+  // ---- the work
+
+  __device__ __forceinline__ const ForwardWork& work(int turn) const {
+    return shared_.work[shared_.work_ring.stage(turn)];
+  }
+  __device__ __forceinline__ bool is_end(int turn) const {
+    return uniform(shared_.is_end[shared_.work_ring.stage(turn)]) != 0;
+  }
+
+  // ---- products
+
+  __device__ __forceinline__ void issue_scores(int k_count) {
+    Tensor sQ = make_tensor(make_smem_ptr(shared_.q[0]), typename Traits::LayoutQ{});
+    Tensor sK = make_tensor(make_smem_ptr(shared_.k[0]), typename Traits::LayoutKV{});
+    ScoreMma mma;
+    auto thread = mma.get_slice(warpgroup_ * 128);
+    Tensor tSrQ = thread.partition_fragment_A(sQ);  // descriptors, (MMA, M, K, stage)
+    Tensor tSrK = thread.partition_fragment_B(sK);
+    issue<true>(mma, tSrQ(_, _, _, shared_.q_ring.stage(q_count_)),
+                tSrK(_, _, _, shared_.k_ring.stage(k_count)), tSrS_);
+  }
+
+  __device__ __forceinline__ void issue_output() {
+    Tensor sVt = make_tensor(make_smem_ptr(shared_.v[0]), typename Traits::LayoutVTransposed{});
+    OutputMma mma;
+    Tensor tOrV = mma.get_slice(warpgroup_ * 128).partition_fragment_B(sVt);
+    shared_.v_ring.wait_full(count_);
+    issue<false>(mma, tOrP_, tOrV(_, _, _, shared_.v_ring.stage(count_)), tOrO_);
+  }
+
+  // ---- steps
+
+  // S of the first key tile becomes P.
+  __device__ __forceinline__ void first_step(int tile) {
+    shared_.k_ring.release(count_);
+    modify_and_mask(tile);
+    Tensor scores = as_rows_and_columns(tSrS_);
+    softmax_.raise_maximum(scores, [](int, float) {});
+    softmax_.exponentiate(scores);
+    to_operand();
+  }
+
+  // O of the key tile before; S and P of this one.
+  __device__ __forceinline__ void step(int tile) {
+    shared_.k_ring.wait_full(count_ + 1);
+    if constexpr (Traits::kTakesTurns) turns_.wait();
+    issue_scores(count_ + 1);
+    issue_output();
+    if constexpr (Traits::kTakesTurns) turns_.pass_on();
+    wait_for<1>(tSrS_);
+    shared_.k_ring.release(count_ + 1);
+    modify_and_mask(tile);
+    Tensor scores = as_rows_and_columns(tSrS_);
+    float rescale[2];
+    const bool raised =
+        softmax_.raise_maximum(scores, [&](int r, float factor) { rescale[r] = factor; });
+    softmax_.exponentiate(scores);
+    warpgroup_fence_operand(tSrS_);
+    // In branches, so that the compiler moves nothing from before the wait behind it.
+    if (raised) {
+      wait_for<0>(tOrO_);
+      Tensor output = as_rows_and_columns(tOrO_);
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) multiply_row(output, r, rescale[r]);
     } else {
-      store_rows<Traits>(params, work, tOrO, coordinates);
+      wait_for<0>(tOrO_);
     }
-    shared.work_ring.release(turn++);
-  };
+    shared_.v_ring.release(count_++);
+    to_operand();
+  }
+
+  // O of the last key tile, and meanwhile S of the next row tile's first. Returns whether that one
+  // has begun so.
+  __device__ __forceinline__ bool last_step() {
+    bool begins = false;
+    shared_.q_ring.release(q_count_++);
+    if constexpr (Traits::kTakesTurns) turns_.wait();
+    issue_output();
+    if constexpr (Traits::kStagesQ > 1) {
+      shared_.work_ring.wait_full(turn_ + 1);
+      begins = !is_end(turn_ + 1) && uniform(work(turn_ + 1).key_tiles.tiles.size()) != 0;
+      if (begins) {
+        shared_.q_ring.wait_full(q_count_);
+        shared_.k_ring.wait_full(count_ + 1);
+      }
+      // Also where nothing begins, of what lies there: the compiler must know what is on its way.
+      issue_scores(count_ + 1);
+      if constexpr (Traits::kTakesTurns) turns_.pass_on();
+      wait_for<1>(tOrO_);
+      shared_.v_ring.release(count_++);
+      end_row_tile();
+      wait_for<0>(tSrS_);
+    } else {
+      if constexpr (Traits::kTakesTurns) turns_.pass_on();
+      wait_for<0>(tOrO_);
+      shared_.v_ring.release(count_++);
+      end_row_tile();
+    }
+    return begins;
+  }
+
+  // ---- arithmetic
+
+  __device__ __forceinline__ void begin_row_tile() {
+    if constexpr (Traits::kModifiesScores) {
+      const Problem<float>& problem = params_.problem;
+      modifiers_ = ScoreModifiers::of(problem, work(turn_).tile.index, work(turn_).head);
+      if (modifiers_.has_alibi) {
+        load_alibi_slopes(problem, work(turn_), output_coordinates(), slopes_);
+      }
+      softmax_ = OnlineSoftmax<2>(modifiers_.scale);
+    } else {
+      softmax_ = OnlineSoftmax<2>(params_.problem.softmax_scale);
+    }
+    clear(tOrO_);
+  }
 
   // What happens to the scores of a key tile before the softmax.
-  const auto modify_and_mask = [&](int tile) __attribute__((always_inline)) {
-    const ForwardWork& work = work_of(turn);
+  __device__ __forceinline__ void modify_and_mask(int tile) {
+    const ForwardWork& work = this->work(turn_);
     const bool masked = !work.key_tiles.unmasked.contains(tile);
     if (!masked && !Traits::kModifiesScores) return;
+    Tensor scores = as_rows_and_columns(tSrS_);
     Tensor tScS =
-        score_mma.get_slice(consumer_thread()).partition_C(make_identity_tensor(ScoreTile{}));
-    Tensor coordinates = make_tensor(tScS.data(), rows_and_columns(tScS.layout()));
+        ScoreMma{}.get_slice(consumer_thread()).partition_C(make_identity_tensor(ScoreTile{}));
+    Tensor coordinates = as_rows_and_columns(tScS);
     const auto row_of = [&](int r) {
       return work.tile.first_row + work.packing.position_of(get<0>(coordinates(r, 0)));
     };
     const auto key_of = [&](int c) { return tile * kBlockN + get<1>(coordinates(0, c)); };
     if constexpr (Traits::kModifiesScores) {
-      if (modifiers.has_softcap) modifiers.apply_softcap(scores);
-      if (modifiers.has_alibi) {
-        modifiers.apply_alibi(scores, [&](int r) { return slopes[r]; }, work.mask, row_of, key_of);
+      if (modifiers_.has_softcap) modifiers_.apply_softcap(scores);
+      if (modifiers_.has_alibi) {
+        const auto slope_of = [&](int r) { return slopes_[r]; };
+        modifiers_.apply_alibi(scores, slope_of, work.mask, row_of, key_of);
       }
     }
     if (masked) apply_mask(scores, work.mask, row_of, key_of);
-  };
-  const auto to_operand = [&]() __attribute__((always_inline)) {
-    Tensor words = recast<uint32_t>(tOrP);
-    CUTE_UNROLL
-    for (int i = 0; i < size(words); ++i) words(i) = pack<Element>(tSrS(2 * i), tSrS(2 * i + 1));
-  };
-
-  // O of the key tile before, and S and P of this one.
-  const auto step = [&](int tile) __attribute__((always_inline)) {
-    shared.k_ring.wait_full(count + 1);
-    if constexpr (Traits::kTakesTurns) turns.wait();
-    issue_scores(count + 1);
-    issue_output();
-    if constexpr (Traits::kTakesTurns) turns.pass_on();
-    wait_for<1>(tSrS);
-    shared.k_ring.release(count + 1);
-    modify_and_mask(tile);
-    float rescale[2];
-    const bool raised =
-        softmax.raise_maximum(scores, [&](int r, float factor) { rescale[r] = factor; });
-    softmax.exponentiate(scores);
-    warpgroup_fence_operand(tSrS);
-    // In branches, so that the compiler moves nothing from before the wait behind it.
-    if (raised) {
-      wait_for<0>(tOrO);
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) multiply_row(output, r, rescale[r]);
-    } else {
-      wait_for<0>(tOrO);
-    }
-    shared.v_ring.release(count++);
-    to_operand();
-  };
-
-  bool has_begun = false;  // S of the first key tile of row tile `turn` is on its way
-  while (true) {
-    if (!has_begun) {
-      shared.work_ring.wait_full(turn);
-      if (is_end(turn)) return;
-    }
-    begin_row_tile();
-    int tile = uniform(work_of(turn).key_tiles.first());
-    if (tile == KeyTiles::kNone) {
-      end_row_tile();
-      continue;
-    }
-    if (!has_begun) {
-      shared.q_ring.wait_full(q_count);
-      shared.k_ring.wait_full(count);
-      issue_scores(count);
-      wait_for<0>(tSrS);
-    }
-    shared.k_ring.release(count);
-    modify_and_mask(tile);
-    softmax.raise_maximum(scores, [](int, float) {});
-    softmax.exponentiate(scores);
-    to_operand();
-    while ((tile = uniform(work_of(turn).key_tiles.after(tile))) != KeyTiles::kNone) step(tile);
-
-    shared.q_ring.release(q_count++);
-    if constexpr (Traits::kTakesTurns) turns.wait();
-    issue_output();
-    if constexpr (Traits::kStagesQ > 1) {
-      shared.work_ring.wait_full(turn + 1);
-      has_begun = !is_end(turn + 1) && uniform(work_of(turn + 1).key_tiles.tiles.size()) != 0;
-      if (has_begun) {
-        shared.q_ring.wait_full(q_count);
-        shared.k_ring.wait_full(count + 1);
-      }
-      // Also where nothing begins, of what lies there: the compiler must know what is on its way.
-      issue_scores(count + 1);
-      if constexpr (Traits::kTakesTurns) turns.pass_on();
-      wait_for<1>(tOrO);
-      shared.v_ring.release(count++);
-      end_row_tile();
-      wait_for<0>(tSrS);
-    } else {
-      if constexpr (Traits::kTakesTurns) turns.pass_on();
-      wait_for<0>(tOrO);
-      shared.v_ring.release(count++);
-      end_row_tile();
-    }
   }
-}
+
+  __device__ __forceinline__ void to_operand() {
+    Tensor words = recast<uint32_t>(tOrP_);
+    CUTE_UNROLL
+    for (int i = 0; i < size(words); ++i) words(i) = pack<Element>(tSrS_(2 * i), tSrS_(2 * i + 1));
+  }
+
+  __device__ __forceinline__ void end_row_tile() {
+    const ForwardWork& work = this->work(turn_);
+    const auto coordinates = output_coordinates();
+    Tensor output = as_rows_and_columns(tOrO_);
+    finish_rows(params_, work, softmax_, output, coordinates);
+    if (params_.num_splits > 1) {
+      store_partial(params_, work, output, coordinates);
+    } else {
+      store_rows<Traits>(params_, work, tOrO_, coordinates);
+    }
+    shared_.work_ring.release(turn_++);
+  }
+
+  static __device__ __forceinline__ auto output_coordinates() {
+    Tensor tOcO =
+        OutputMma{}.get_slice(consumer_thread()).partition_C(make_identity_tensor(OutputTile{}));
+    return as_rows_and_columns(tOcO);
+  }
+
+  const ForwardParams<float>& params_;
+  SharedStorage& shared_;
+  const int warpgroup_;
+  const Turns<Traits::kWarpgroups> turns_;
+  int turn_ = 0;     // of row tiles
+  int q_count_ = 0;  // of row tiles with keys
+  int count_ = 0;    // of key tiles
+
+  decltype(partition_fragment_C(ScoreMma{}, ScoreTile{})) tSrS_;
+  decltype(make_tensor<Element>(OperandLayout<kBlockN>{})) tOrP_;
+  decltype(partition_fragment_C(OutputMma{}, OutputTile{})) tOrO_;
+  OnlineSoftmax<2> softmax_;
+  ScoreModifiers modifiers_;  // these two only with kModifiesScores
+  float slopes_[2];
+};
 
 // Rows of a tile that packed heads leave over: no load writes them, and what lies there would sway
 // the softmax of the warp by a rounding.
@@ -558,7 +604,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    consume<Traits>(params, shared);
+    Consumer<Traits>(params, shared).run();
   }
 }
 
