@@ -163,13 +163,22 @@ def test_empty_sizes(target):
         judge.assert_state((out, lse), 0, NEG_INF)
 
 
+def assert_same(target, got, wanted, what):
+    """On the GPU to the bit. On the CPU the order of the sums in a matrix product of ATen depends
+    on how its operands lie in memory.
+    """
+    if target.device != "cpu":
+        judge.assert_bits_equal(got, wanted, what)
+        return
+    judge.assert_special_positions_equal(got, wanted, what)
+    seen = wanted.isfinite()
+    error = (got - wanted)[seen].abs().max()
+    assert error <= 4 * torch.finfo(got.dtype).eps * wanted[seen].abs().max(), what
+
+
 @runs_on("forward")
 def test_any_strides(target):
-    """Each of q, k, v with its own strides gives what contiguous tensors give.
-
-    On the GPU to the bit. On the CPU the order of the sums in a matrix product of ATen depends on
-    how its operands are aligned.
-    """
+    """Each of q, k, v with its own strides gives what contiguous tensors give."""
     q, k, v = (torch.randn(2, 37, 2, 24).to(target.device, target.dtype) for _ in range(3))
     expected = neginf.flash_attn_func(q, k, v, causal=True, return_lse=True)
     packed = torch.stack([q, k, v], dim=2)
@@ -183,30 +192,24 @@ def test_any_strides(target):
         "mixed": [q, packed[:, :, 1], v.transpose(1, 3).contiguous().transpose(1, 3)],
     }
 
-    def assert_same(got, wanted, what):
-        if target.device != "cpu":
-            judge.assert_bits_equal(got, wanted, what)
-            return
-        judge.assert_special_positions_equal(got, wanted, what)
-        seen = wanted.isfinite()
-        error = (got - wanted)[seen].abs().max()
-        assert error <= 4 * torch.finfo(got.dtype).eps * wanted[seen].abs().max(), what
-
     for name, tensors in variants.items():
         out, lse = neginf.flash_attn_func(*tensors, causal=True, return_lse=True)
-        assert_same(out, expected[0], f"{name}: out")
-        assert_same(lse, expected[1], f"{name}: lse")
+        assert_same(target, out, expected[0], f"{name}: out")
+        assert_same(target, lse, expected[1], f"{name}: lse")
 
 
 @runs_on("forward")
-def test_broadcast_batch(target):
-    """Stride 0 in the batch: one cache for many queries."""
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_broadcast(target, dim):
+    """Stride 0: one cache for many queries, one key for all places, one head for all heads."""
     q = torch.randn(3, 9, 2, 16).to(target.device, target.dtype)
-    k = torch.randn(1, 20, 2, 16).to(target.device, target.dtype).expand(3, -1, -1, -1)
+    shape = [3, 20, 2, 16]
+    shape[dim] = 1
+    k = torch.randn(shape).to(target.device, target.dtype).expand(3, 20, 2, 16)
     a = neginf.flash_attn_func(q, k, k, return_lse=True)
     b = neginf.flash_attn_func(q, k.contiguous(), k.contiguous(), return_lse=True)
-    judge.assert_bits_equal(a[0], b[0], "out")
-    judge.assert_bits_equal(a[1], b[1], "lse")
+    assert_same(target, a[0], b[0], "out")
+    assert_same(target, a[1], b[1], "lse")
 
 
 @runs_on("forward")

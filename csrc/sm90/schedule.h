@@ -5,8 +5,7 @@
 // groups, one group after the other:
 //
 //   causal       row tile by row tile, the longest first, each for all instances of a group: as
-//   many
-//                as L2 holds the K and V of, since they run side by side
+//                many as L2 holds the K and V of, since they run side by side
 //   otherwise    instance by instance: tiles are equal, and all instances are one group
 //
 // Of a group with n CTAs, CTA c has tiles c, 2n - 1 - c, 2n + c, ...: where lengths fall steadily
