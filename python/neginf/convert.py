@@ -112,7 +112,9 @@ def from_fa3(out, lse):
 
 
 def to_fa3(out, lse):
-    """A state as FlashAttention-3 and FlashAttention-4 return it: the same pair, checked.
+    """A state as FlashAttention-3 and FlashAttention-4 return it.
+
+    The same pair, but for out in rows without keys: it is 0, as NaN there would mean a NaN score.
 
     The splits that FlashAttention-3's ``flash_attn_combine`` takes are laid out otherwise, (splits,
     batch, seqlen, heads): transpose those.
@@ -127,7 +129,7 @@ def to_fa3(out, lse):
         ValueError, TypeError: as :func:`from_fa2`.
     """
     check_state(out, lse)
-    return out, lse
+    return _without_payload(out, lse == NEG_INF), lse
 
 
 def from_flashmla(out, lse, *, attn_sink=None):
@@ -358,7 +360,7 @@ def _state(out, lse, empty, base2):
 
 
 def _without_payload(out, empty):
-    """`out` with 0 in these rows: beside +inf it is what tells them from NaN."""
+    """`out` with 0 in these rows: beside an infinity it is what tells them from NaN."""
     return torch.where(empty.transpose(-1, -2).unsqueeze(-1), 0, out)
 
 
