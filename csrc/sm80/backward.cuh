@@ -42,8 +42,9 @@
 #include "../common/cuda_check.h"
 #include "../common/device.h"
 #include "../common/shared_memory.h"
-#include "../common/softmax.h"
 #include "../kernels.h"
+#include "backward_query_gradient.cuh"
+#include "backward_scores.cuh"
 #include "backward_tile_sizes.h"
 #include "backward_work.cuh"
 #include "shared_tile.cuh"
@@ -123,108 +124,6 @@ struct BackwardTraits {
   };
 };
 
-// ------------------------------------------------------------------------------------ needing care
-
-// The Lse of the rows of a step, and which of them must not enter a product: those without weight,
-// and those that are NaN anyway, whose q and dO would meet the zeros of keys they do not see.
-struct CarefulRows {
-  const Lse* lse;  // of the first row
-  int rows_left;
-
-  static __device__ CarefulRows of(const BackwardParams<float>& params, const BackwardRows& rows,
-                                   const KeyWork& work, const RowStep& step) {
-    const int first_row = step.tile * rows.tile_rows;
-    return {params.lse + work.keys.index * params.lse_strides.batch +
-                step.head * params.lse_strides.head + work.queries.first_row + first_row,
-            work.queries.length - first_row};
-  }
-
-  __device__ bool must_clear(int r) const {
-    return r < rows_left && (lse[r].is_empty() || lse[r].value() != lse[r].value());
-  }
-
-  // P = exp2 of it. Without contraction: s must be rounded as the Lse was. A row that is empty
-  // though the mask shows it keys has had its q cleared, so its scores are no longer -inf.
-  __device__ float exponent(int r, float raw, float scale) const {
-    if (r >= rows_left || lse[r].is_empty()) return masked_score<float>();
-    return Divisor::of(lse[r]).exponent(__fmul_rn(raw, scale)) * kLog2e;
-  }
-};
-
-// Their exponents are whole, so there is nothing left for the divisors in shared memory to do.
-template <typename Traits>
-__device__ __noinline__ void clear_careful_rows(CarefulRows rows, typename Traits::Element* q,
-                                                typename Traits::Element* dout,
-                                                RowStatistics<Traits::kBlockM>& statistics) {
-  using Element = typename Traits::Element;
-  Tensor sQ = make_tensor(make_smem_ptr(q), typename Traits::SharedQ::Layout{});
-  Tensor sdO = make_tensor(make_smem_ptr(dout), typename Traits::SharedQ::Layout{});
-  for (int i = thread_index(); i < Traits::kBlockM * Traits::kHeadDim; i += Traits::kThreads) {
-    const int r = i / Traits::kHeadDim;
-    if (!rows.must_clear(r)) continue;
-    sQ(r, i % Traits::kHeadDim) = Element(0);
-    sdO(r, i % Traits::kHeadDim) = Element(0);
-  }
-  for (int r = thread_index(); r < Traits::kBlockM; r += Traits::kThreads) {
-    statistics.divisor[r] = Log2Divisor::none();
-  }
-}
-
-// -------------------------------------------------------------------------------- the scores' part
-
-// S^T to P, in place. Tensors here are (rows, keys), as in the forward; the rows of a thread are
-// many and its keys are few.
-template <class Scores, class RowOf>
-__device__ __forceinline__ void to_probabilities(Scores& scores, const Log2Divisor* divisor,
-                                                 const RowOf& row_of, float scale_log2) {
-  CUTE_UNROLL
-  for (int r = 0; r < size<0>(scores); ++r) {
-    const Log2Divisor of_row = divisor[row_of(r)];
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); ++c) {
-      scores(r, c) = exp2_approx(of_row.exponent(scores(r, c), scale_log2));
-    }
-  }
-}
-
-// For rows that base 2 cannot serve: S^T to what to_probabilities takes with a scale of 1. Not to
-// P, which would put a branch around all of that, and its arithmetic could not move into the
-// products.
-template <class Scores, class RowOf>
-__device__ __forceinline__ void to_careful_exponents(Scores& scores, const CarefulRows& rows,
-                                                     const RowOf& row_of, float scale) {
-  CUTE_UNROLL
-  for (int r = 0; r < size<0>(scores); ++r) {
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); ++c) {
-      scores(r, c) = rows.exponent(row_of(r), scores(r, c), scale);
-    }
-  }
-}
-
-// dP to dS, in place.
-template <class Gradients, class Probabilities, class RowOf>
-__device__ __forceinline__ void to_score_gradients(Gradients& gradients, const Probabilities& p,
-                                                   const float* delta, const RowOf& row_of) {
-  CUTE_UNROLL
-  for (int r = 0; r < size<0>(gradients); ++r) {
-    const float of_row = delta[row_of(r)];
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(gradients); ++c) {
-      gradients(r, c) = p(r, c) * (gradients(r, c) - of_row);
-    }
-  }
-}
-
-// A key of weight 0 gets gradient 0 also from a row whose other factor is NaN.
-template <class Gradients, class Probabilities>
-__device__ __forceinline__ void drop_weightless_keys(Gradients& gradients, const Probabilities& p) {
-  CUTE_UNROLL
-  for (int i = 0; i < size(gradients); ++i) {
-    if (p(i) == 0.f) gradients(i) = 0.f;
-  }
-}
-
 // ---------------------------------------------------------------------------------------- products
 
 // The accumulator of a transposed tile, ((2, 2), keys, rows) per thread, as (rows, keys).
@@ -276,105 +175,11 @@ __device__ __forceinline__ uint32_t score_store_address(const typename Traits::E
          Traits::ScoreStore::begin(thread % 32, warp % kKeys, warp / kKeys);
 }
 
-// The operands of dQ.
-template <typename Traits>
-struct QueryGradAddresses {
-  uint32_t ds_transposed;  // A
-  uint32_t k_transposed;   // B
-
-  __device__ __forceinline__ explicit QueryGradAddresses(
-      const typename Traits::SharedStorage& shared) {
-    const int thread = thread_index_again();
-    const int lane = thread % 32;
-    const int warp = thread / 32;
-    constexpr int kRows = Traits::kQueryGradWarpsRows;
-    ds_transposed =
-        cast_smem_ptr_to_uint(shared.ds) + Traits::QueryGradA::begin(lane, warp % kRows);
-    k_transposed = cast_smem_ptr_to_uint(shared.k) + Traits::QueryGradB::begin(lane, warp / kRows);
-  }
-};
-
 template <typename Traits, class TiledMma, class Rounded, class Shared>
 __device__ __forceinline__ void store_accumulator(const Rounded& rounded, const Shared& shared) {
   auto store = make_tiled_copy_C(typename Traits::SmemStore{}, TiledMma{});
   auto thread = store.get_slice(thread_index());
   copy(store, thread.retile_S(rounded), thread.partition_D(shared));
-}
-
-// ------------------------------------------------------------------------------------------- dQ
-
-// Lets key tiles add to a tile of dQ one after the other, the last one first.
-struct OrderedAdds {
-  int* adds;  // null: in any order
-  int turn;
-
-  static __device__ OrderedAdds of(const BackwardParams<float>& params, const BackwardRows& rows,
-                                   const KeyWork& work, const RowStep& step, int block_n) {
-    if (!params.deterministic) return {nullptr, 0};
-    const int first_row = step.tile * rows.tile_rows;
-    const Range tiles =
-        tiles_covering(work.mask.keys_of_rows({first_row, first_row + rows.tile_rows}), block_n);
-    return {rows.adds + step.number(rows, work), tiles.end - 1 - work.keys.first_row / block_n};
-  }
-
-  __device__ void wait() const {
-    if (adds == nullptr) return;
-    if (threadIdx.x == 0) {
-      int done;
-      do {
-        asm volatile("ld.global.acquire.gpu.b32 %0, [%1];" : "=r"(done) : "l"(adds) : "memory");
-      } while (done != turn);
-    }
-    __syncthreads();
-  }
-
-  __device__ void pass_on() const {
-    if (adds == nullptr) return;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(adds) : "memory");
-    }
-  }
-};
-
-// Where this thread's registers of the first block go that its warp adds to, see dq_piece_offset.
-template <typename Traits>
-__device__ __forceinline__ float* query_gradient_of_thread(float* tile) {
-  constexpr int kRows = Traits::kQueryGradWarpsRows;
-  const int thread = thread_index_again();
-  const int warp = thread / 32;
-  const int block = warp % kRows * (Traits::kHeadDim / 8) + warp / kRows;
-  return tile + block * 128 + thread % 32 * (kAddsVectors ? 4 : 1);
-}
-
-// Adds one part of the columns. As atomicAdd, which some compilers make an atomic with a result
-// that nobody wants.
-template <typename Traits, class Part, class Accumulator>
-__device__ __forceinline__ void add_query_gradient(float* of_thread, Part part,
-                                                   const Accumulator& tQrQ) {
-  constexpr int kRows = Traits::kQueryGradWarpsRows;
-  constexpr int kColumnBlocks = Traits::kHeadDim / 8;
-  CUTE_UNROLL
-  for (int m = 0; m < size<1>(tQrQ); ++m) {
-    CUTE_UNROLL
-    for (int n = 0; n < size<2>(tQrQ); ++n) {
-      const int block = m * kRows * kColumnBlocks + n * (Traits::kWarps / kRows) +
-                        part * (kColumnBlocks / Traits::kQueryGradParts);
-      float* to = of_thread + block * 128;
-      const float* from = &tQrQ(0, m, n);
-      if constexpr (kAddsVectors) {
-        asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(from[0]),
-                     "f"(from[1]), "f"(from[2]), "f"(from[3])
-                     : "memory");
-      } else {
-        CUTE_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to + 32 * i), "f"(from[i]) : "memory");
-        }
-      }
-    }
-  }
 }
 
 // ---------------------------------------------------------------------------------------- mainloop

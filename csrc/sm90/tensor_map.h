@@ -3,14 +3,13 @@
 // A tile in shared memory consists of column blocks of one swizzle width; each is fetched by one
 // instruction. Coordinates past a dimension's end, or negative, are filled with zeros. The rows of
 // a sequence must end where the sequence ends, not where the buffer does: what follows may be
-// another sequence or hold NaN. Therefore the row of a tensor is two dimensions with the same
-// stride:
+// another sequence or hold NaN. Therefore the row of a tensor is two dimensions of the same stride:
 //
-//     row in the tile, of which there are tile_rows    +    row offset of the tile
+//     position in the tile, of which there are as many as a tile has    +    offset of the tile
 //
-// with the first one moved so far to its end that just `rows` of them are left (see load_tile in
-// tma.cuh). What that moves, the offset moves back; it must not be negative, so the map starts
-// tile_rows rows in front of the tensor, where nothing is ever read.
+// with the first one moved so far to its end that just the rows that exist are left (load_tile in
+// tma.cuh). What that moves, the offset moves back; it must not be negative, so the map starts one
+// tile in front of the tensor, where nothing is ever read.
 #pragma once
 
 #include <cuda.h>
@@ -37,8 +36,8 @@ inline auto tensor_map_encoder() {
   return encoder;
 }
 
-// What one instruction fetches: swizzle_columns x heads x positions elements. A tile has tile_rows
-// >= heads * positions rows, row r being head r % heads of position r / heads.
+// What one instruction fetches: swizzle_columns x heads x positions elements. Row r of a tile is
+// head r % heads of position r / heads; rows from heads * positions on are not fetched.
 struct TensorBox {
   int swizzle_columns;
   int heads;
