@@ -70,7 +70,7 @@ def flash_attn_func(
     Source: Dao, FlashAttention-2 (2023); for rows without keys, rules P1 to P6 of docs/contract.md.
     """
     _reject_dropout(dropout_p)
-    window_left, window_right = _sides(window_size)
+    window_left, window_right = window_sides(window_size)
     out, lse = ops.forward(
         q, k, v, None, None, seqused_q, seqused_k, None, None,
         softmax_scale, causal, window_left, window_right, softcap,
@@ -135,7 +135,7 @@ def flash_attn_varlen_func(
         raise NotImplementedError(
             "block_table: got a tensor; accepted is None, a paged cache is not implemented"
         )
-    window_left, window_right = _sides(window_size)
+    window_left, window_right = window_sides(window_size)
     out, lse = ops.forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, window_left, window_right, softcap,
@@ -151,7 +151,7 @@ def _reject_dropout(dropout_p):
         )
 
 
-def _sides(window_size):
+def window_sides(window_size):
     try:
         left, right = window_size
     except (TypeError, ValueError):

@@ -1,0 +1,435 @@
+"""Attention over sequences and caches that are spread over ranks: equal to one process."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import judge
+import neginf
+import oracle
+from neginf.distributed import (
+    SequenceSharding,
+    all_gather_attention,
+    decode_attention,
+    merge_over_ranks,
+    ring_attention,
+)
+from problems import (
+    Guarded,
+    Inputs,
+    Problem,
+    check_gradient,
+    check_state,
+    int32,
+    poisoned_allocations,
+)
+from ranks import Ranks
+
+NEG_INF = float("-inf")
+ATTENTION = {"ring": ring_attention, "all_gather": all_gather_attention}
+FEW_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("cpu", 1), ("cpu", 2), ("cpu", 3), pytest.param(("cuda", 2), marks=FEW_GPUS)],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
+def ranks(request, tmp_path_factory):
+    device, size = request.param
+    ranks = Ranks(size, tmp_path_factory.mktemp("store") / "store", device)
+    ranks.device = device
+    yield ranks
+    ranks.close()
+
+
+def here():
+    """The device of this process, which is a rank."""
+    return f"cuda:{dist.get_rank()}" if dist.get_backend() == "nccl" else "cpu"
+
+
+def shardings(problem, placement):
+    # What Inputs takes for the length of a dense batch without sequences stands beside each.
+    for lengths, default in ((problem.lengths_q, 3), (problem.lengths_k, 4)):
+        lengths = list(lengths) if problem.varlen else max(lengths, default=default)
+        yield SequenceSharding(lengths, placement=placement)
+
+
+def on_a_rank(problem, dtype, method, placement, poison):
+    """Runs on each rank: out, lse and gradients of the whole sequences, by name."""
+    inputs = Inputs(problem, dtype, here(), poison)
+    queries, keys = shardings(problem, placement)
+    leaves = {
+        name: Guarded(sharding.shard(inputs.tensor(name)), here()).view.requires_grad_()
+        for name, sharding in (("q", queries), ("k", keys), ("v", keys))
+    }
+    options = {"deterministic": problem.deterministic, "return_lse": True}
+    for name in ("causal", "window_size", "softcap", "softmax_scale"):
+        options[name] = inputs.options[name]
+    if problem.sink is not None:
+        leaves["sink"] = inputs.options["sink"].to(here()).requires_grad_()
+        options["sink"] = leaves["sink"]
+    with poisoned_allocations():
+        q, k, v = (leaves[name] for name in "qkv")
+        results = ATTENTION[method](q, k, v, queries, keys, **options)
+        given = queries.shard(inputs.tensor("dout")), queries.shard(inputs.dlse.to(here()), -1)
+        gradients = torch.autograd.grad(results, list(leaves.values()), given)
+    out, lse = (result.detach() for result in results)
+    assert lse.is_contiguous()
+    whole = {"out": queries.unshard(out), "lse": queries.unshard(lse, -1)}
+    for name, gradient in zip(leaves, gradients, strict=True):
+        if name == "sink":
+            dist.all_reduce(gradient)
+            whole[name] = gradient
+        else:
+            whole[name] = (queries if name == "q" else keys).unshard(gradient)
+    inputs.assert_inputs_unchanged()
+    return {name: tensor.cpu() for name, tensor in whole.items()}
+
+
+def check(ranks, problem, method, placement="zigzag", dtype=torch.float64, poison=True):
+    dtype = torch.bfloat16 if ranks.device == "cuda" else dtype
+    first, *others = ranks.run(on_a_rank, problem, dtype, method, placement, poison)
+    for other in others:
+        for name, tensor in first.items():
+            judge.assert_bits_equal(other[name], tensor, name)
+    inputs = Inputs(problem, dtype, poison=poison)
+    check_state(inputs, first.pop("out"), first.pop("lse"))
+    exact = inputs.reference_gradients(torch.float64)
+    low = inputs.reference_gradients(dtype)
+    for name, gradient in first.items():
+        check_gradient(inputs, name, gradient, exact[name], low[name])
+    judge.assert_zero(first["q"][~inputs.used_q], "dq of rows without keys")
+    for name in "kv":
+        judge.assert_zero(first[name][~inputs.used_k], f"d{name} of unseen keys")
+
+
+DENSE = Problem(lengths_q=(21,) * 2, lengths_k=(21,) * 2, heads=4, heads_k=2)
+PACKED = Problem(lengths_q=(7, 0, 12, 1), lengths_k=(7, 0, 12, 1), varlen=True, heads=4)
+PROBLEMS = {
+    "dense": DENSE,
+    "dense causal": DENSE.with_(causal=True),
+    "dense window": DENSE.with_(window_size=(4, 0)),
+    "dense window of both sides": DENSE.with_(window_size=(2, 1)),
+    "dense window to the right": DENSE.with_(window_size=(-1, 2)),
+    "dense diagonal": DENSE.with_(window_size=(0, 0)),
+    "more keys": DENSE.with_(lengths_q=(5,) * 2, causal=True),
+    "more keys than anyone sees": DENSE.with_(lengths_q=(4,) * 2, window_size=(2, 0)),
+    "more rows: the first see no key": DENSE.with_(lengths_k=(4,) * 2, causal=True),
+    "more rows, window of both sides": DENSE.with_(lengths_k=(4,) * 2, window_size=(1, 1)),
+    "one token": DENSE.with_(lengths_q=(1,), lengths_k=(1,), causal=True),
+    "no keys": DENSE.with_(lengths_k=(0,) * 2),
+    "no rows": DENSE.with_(lengths_q=(0,) * 2),
+    "nothing": DENSE.with_(lengths_q=(0,), lengths_k=(0,)),
+    "no batch": DENSE.with_(lengths_q=(), lengths_k=()),
+    "packed": PACKED,
+    "packed causal": PACKED.with_(causal=True),
+    "packed window": PACKED.with_(window_size=(3, 0)),
+    "packed window of both sides": PACKED.with_(window_size=(2, 1)),
+    "packed cross": PACKED.with_(lengths_k=(3, 5, 20, 0), causal=True),
+    "packed cross window": PACKED.with_(lengths_k=(3, 5, 20, 0), window_size=(6, 2)),
+    "packed, no keys": PACKED.with_(lengths_k=(0,) * 4),
+    "packed, no tokens": PACKED.with_(lengths_q=(0, 0), lengths_k=(0, 0)),
+    "no sequences": PACKED.with_(lengths_q=(), lengths_k=()),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("method", ATTENTION)
+def test_equals_one_process(ranks, method, name):
+    for placement in ("zigzag", "contiguous"):
+        check(ranks, PROBLEMS[name], method, placement)
+
+
+OPTIONS = {
+    "scale and softcap": {"softmax_scale": 0.4, "softcap": 2.0},
+    "sink": {"sink": (0.5, NEG_INF, -1.0, 2.0), "lengths_k": (4, 0, 3, 0)},
+    "deterministic": {"deterministic": True},
+    "one head for all": {"heads": 3, "heads_k": 1, "head_dim": 59},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("method", ATTENTION)
+def test_options(ranks, method, name):
+    check(ranks, PACKED.with_(causal=True, **OPTIONS[name]), method, poison=name != "sink")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", ATTENTION)
+def test_precision(ranks, method, dtype):
+    for problem in (DENSE, PACKED):
+        problem = problem.with_(causal=True, head_dim=64)
+        check(ranks, problem, method, dtype=dtype)
+
+
+def one_gradient_alone(method, use):
+    """Only out or only lse is used, and only q, k or v needs a gradient."""
+    torch.manual_seed(0)
+    sharding = SequenceSharding(9)
+    dtype = torch.bfloat16 if here() != "cpu" else torch.float64
+    q, k, v = (torch.randn(1, 9, 2, 8).to(here(), dtype) for _ in range(3))
+    results = []
+    for wanted in range(3):
+        whole, part = ([t.clone() for t in (q, k, v)], [sharding.shard(t) for t in (q, k, v)])
+        gradients = []
+        for tensors, function in (
+            (whole, neginf.flash_attn_func),
+            (part, lambda *a, **o: ATTENTION[method](*a, sharding, **o)),
+        ):
+            tensors[wanted].requires_grad_()
+            state = function(*tensors, causal=True, return_lse=True)
+            gradients += torch.autograd.grad(
+                state[use].float().square().sum(), tensors[wanted], allow_unused=True
+            )
+        expected, got = gradients
+        results.append((expected.cpu(), sharding.unshard(got).cpu()))
+    return results
+
+
+@pytest.mark.parametrize("use", [0, 1], ids=["out", "lse"])
+@pytest.mark.parametrize("method", ATTENTION)
+def test_one_gradient_alone(ranks, method, use):
+    for expected, got in ranks.run(one_gradient_alone, method, use)[0]:
+        torch.testing.assert_close(got, expected)
+
+
+def in_groups(method):
+    """Groups of other kinds than all ranks, and ranks whose number in the group is another."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh(here().split(":")[0], (1, size), mesh_dim_names=("dp", "cp"))
+    last = dist.new_group([size - 1])
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if here() != "cpu" else torch.float64
+    q, k, v = (torch.randn(1, 9, 2, 8).to(here(), dtype) for _ in range(3))
+    results = [neginf.flash_attn_func(q, k, v, causal=True)]
+    groups = [None, mesh["cp"], mesh["cp"].get_group()]
+    if dist.get_rank() == size - 1:
+        groups.append(last)
+    for group in groups:
+        sharding = SequenceSharding(9, group)
+        out = ATTENTION[method](*map(sharding.shard, (q, k, v)), sharding, causal=True)
+        results.append(sharding.unshard(out))
+    for group, error, message in (
+        (mesh, ValueError, r"group: got a DeviceMesh of 2 dimensions; accepted is one dimension"),
+        ("cp", TypeError, r"group: got str; accepted is None, a ProcessGroup or a DeviceMesh"),
+    ):
+        with pytest.raises(error, match=message):
+            SequenceSharding(9, group)
+    if dist.get_rank() != size - 1:
+        with pytest.raises(ValueError, match=r"group: got a group without this rank"):
+            SequenceSharding(9, last)
+    return [result.cpu() for result in results]
+
+
+@pytest.mark.parametrize("method", ATTENTION)
+def test_groups(ranks, method):
+    for expected, *results in ranks.run(in_groups, method):
+        for got in results:
+            torch.testing.assert_close(got, expected)
+
+
+def moved(lengths, placement):
+    sharding = SequenceSharding(lengths, placement=placement)
+    total = sum(lengths) if sharding.is_packed else lengths
+    tokens = torch.arange(2 * total, device=here(), dtype=torch.float32)
+    tensor = tokens.view(total, 2) if sharding.is_packed else tokens.view(2, total)
+    part = sharding.shard(tensor)
+    lse = tensor.T if sharding.is_packed else tensor[:, None]
+    assert torch.equal(sharding.unshard(part), tensor)
+    assert torch.equal(sharding.unshard(sharding.shard(lse, -1), -1), lse)
+    assert sum(sharding.local_lengths()) == sharding.num_tokens == sharding.positions().numel()
+    starts = [0, *itertools.accumulate(sharding.lengths)]
+    sequence = torch.repeat_interleave(
+        torch.arange(len(sharding.lengths)), torch.tensor(sharding.local_lengths(), dtype=int)
+    )
+    rows = torch.tensor(starts)[sequence] + sharding.positions()
+    assert torch.equal(tensor.cpu().index_select(0 if sharding.is_packed else 1, rows), part.cpu())
+    return sharding.num_tokens
+
+
+@pytest.mark.parametrize("placement", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("lengths", [0, 1, 17, [], [0], [5, 0, 8], [1, 1]], ids=str)
+def test_sharding(ranks, lengths, placement):
+    tokens = ranks.run(moved, lengths, placement)
+    assert sum(tokens) == (lengths if isinstance(lengths, int) else sum(lengths))
+    if isinstance(lengths, int):
+        assert max(tokens) - min(tokens) <= 2
+
+
+def in_decode(lengths, sink, method, dtype, varlen=False):
+    """lengths: for each rank, the tokens that it has of each sequence."""
+    rank, batch = dist.get_rank(), len(lengths[0])
+    q, k, v, sink = decode_inputs(lengths, sink, dtype)
+    capacity = max(lengths[rank])
+    cache = [torch.full((batch, capacity, 2, 16), torch.nan, dtype=dtype) for _ in "kv"]
+    for b in range(batch):
+        begin = sum(one[b] for one in lengths[:rank])
+        for here_, whole in zip(cache, (k, v), strict=True):
+            here_[b, : lengths[rank][b]] = whole[b, begin : begin + lengths[rank][b]]
+    used = int32(lengths[rank], here())
+    state = decode_attention(
+        q.to(here()), *(t.to(here()) for t in cache), seqused_k=used, method=method,
+        sink=None if sink is None else sink.to(here()), return_lse=True,
+    )  # fmt: skip
+    return [t.cpu() for t in state]
+
+
+def decode_inputs(lengths, sink, dtype):
+    generator = torch.Generator().manual_seed(0)
+    batch, longest = len(lengths[0]), sum(map(max, lengths))
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    softmax_dtype = torch.promote_types(dtype, torch.float32)
+    sink = torch.tensor([0.5, NEG_INF] * 6, dtype=softmax_dtype) if sink else None
+    q, k, v = (normal(batch, n, h, 16) for n, h in ((2, 12), (longest, 2), (longest, 2)))
+    return q, k, v, sink
+
+
+CACHES = {
+    "all ranks": [(5, 2, 9), (3, 3, 0), (4, 1, 1)],
+    "ranks without keys": [(0, 0, 0), (5, 0, 2), (0, 0, 0)],
+    "all empty": [(0, 0, 0)] * 3,
+    "one has less room": [(7, 8, 9), (0, 0, 0), (2, 1, 0)],
+}
+
+
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize("method", ["reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("name", CACHES)
+def test_decode(ranks, name, method, sink):
+    lengths = CACHES[name][: ranks.size]
+    dtypes = [torch.bfloat16] if ranks.device == "cuda" else [torch.float64, torch.bfloat16]
+    for dtype in dtypes:
+        parts = ranks.run(in_decode, lengths, sink, method, dtype)
+        out = torch.cat([part[0] for part in parts], 2)
+        lse = torch.cat([part[1] for part in parts], 1)
+        q, k, v, sinks = decode_inputs(lengths, sink, dtype)
+        used = torch.tensor(lengths).sum(0)
+        exact, low = (
+            oracle.attention(q, k, v, compute=c, sink=sinks, seqused_k=used)
+            for c in (torch.float64, dtype)
+        )
+        _, low_lse = oracle.attention(
+            q, k, v, sink=sinks, seqused_k=used, compute=torch.promote_types(dtype, torch.float32)
+        )
+        judge.assert_close(out, exact[0], low[0], "out", size=3.0, sum_size=8.0)
+        judge.assert_close(lse, exact[1], low_lse, "lse", sum_size=8.0)
+        if sink is False:
+            judge.assert_zero(out[used == 0], "out of sequences without keys")
+
+
+def in_merge(outs, lses, method):
+    rank = dist.get_rank()
+    merged = merge_over_ranks(outs[rank].to(here()), lses[rank].to(here()), method=method)
+    return [t.cpu() for t in merged]
+
+
+@pytest.mark.parametrize("method", ["reduce_scatter", "all_to_all"])
+def test_what_an_empty_state_holds_does_not_matter(ranks, method):
+    """Rows: ordinary, empty on the last rank beside NaN, empty everywhere, NaN on the first."""
+    torch.manual_seed(0)
+    outs, lses = torch.randn(ranks.size, 4, 6, 8), torch.randn(ranks.size, 6, 4)
+    lses[-1, :, 1] = lses[:, :, 2] = NEG_INF
+    outs[-1, 1] = outs[:, 2] = torch.nan
+    lses[0, :, 3] = torch.nan
+    parts = ranks.run(in_merge, outs, lses, method)
+    got = torch.cat([p[0] for p in parts], 1), torch.cat([p[1] for p in parts], 0)
+    expected = oracle.merge(outs, lses)
+    low = oracle.merge(outs, lses, torch.float32)
+    judge.assert_close(got[0], expected[0], low[0], "out")
+    judge.assert_close(got[1], expected[1], low[1], "lse")
+    judge.assert_state((got[0][2], got[1][:, 2]), 0, NEG_INF)
+
+
+def wrong_arguments():
+    sharding, packed = SequenceSharding(4), SequenceSharding([4])
+    n = sharding.num_tokens
+    q = torch.zeros(1, n, 4, 8, device=here(), dtype=torch.bfloat16)
+    cases = [
+        ((q, q, q, 4), {}, TypeError, r"^queries: got int; accepted is a SequenceSharding"),
+        ((q, q, q, sharding, packed), {}, ValueError, r"^keys: got another group or layout"),
+        (
+            (q[0], q[0], q[0], packed, SequenceSharding([4, 4])), {}, ValueError,
+            r"^keys: got 2 sequences; accepted are as many as queries has, 1",
+        ),
+        ((None, q, q, sharding), {}, TypeError, r"^q: got NoneType; accepted is a tensor"),
+        ((q[0], q, q, sharding), {}, ValueError, r"^q: got 3 dimensions; accepted is \(batch"),
+        ((q, q, q, packed), {}, ValueError, r"^q: got 4 dimensions; accepted is \(tokens"),
+        (
+            (q, torch.zeros(1, n + 1, 4, 8), q, sharding), {}, ValueError,
+            rf"^k: got {n + 1} tokens in dimension 1 of shape .*; accepted are {n}",
+        ),
+        ((q, q, q.double(), sharding), {}, TypeError, r"^v: got dtype"),
+        ((q, q[:, :, :3], q[:, :, :3], sharding), {}, ValueError, r"^q: got 4 heads"),
+        ((q, q, q, sharding), {"softcap": -1.0}, ValueError, r"^softcap: got -1"),
+        ((q, q, q, sharding), {"window_size": 3}, ValueError, r"^window_size: got 3"),
+        ((q, q, q, sharding), {"window_size": (-2, 0)}, ValueError, r"^window_size: got \(-2, 0"),
+        ((q, q, q, sharding), {"sink": q[0, 0, :2, 0]}, ValueError, r"^sink: got shape \[2\]"),
+    ]  # fmt: skip
+    for attention, (args, options, error, message) in itertools.product(ATTENTION.values(), cases):
+        with pytest.raises(error, match=message):
+            attention(*args, **options)
+    with pytest.raises(ValueError, match=r"^tensor: got 5 tokens in dimension 1"):
+        sharding.shard(torch.zeros(1, 5))
+    with pytest.raises(ValueError, match=r"^tensor: got a tensor that needs a gradient"):
+        sharding.unshard(q.clone().requires_grad_())
+    with pytest.raises(ValueError, match=r"^dim: got 4; accepted is a dimension"):
+        sharding.shard(q, 4)
+    for lengths, error, message in (
+        (torch.tensor([3]), TypeError, r"^lengths: got Tensor; accepted is an int"),
+        ([3, 2.0], TypeError, r"^lengths: got a float in it"),
+        (True, TypeError, r"^lengths: got bool"),
+        ([3, -1], ValueError, r"^lengths: got -1; accepted are lengths of 0 or more"),
+    ):
+        with pytest.raises(error, match=message):
+            SequenceSharding(lengths)
+    with pytest.raises(ValueError, match=r"^placement: got 'striped'; accepted are \('zigzag'"):
+        SequenceSharding(3, placement="striped")
+    out, lse = torch.zeros(3, 4, 8), torch.zeros(4, 3)
+    if 4 % dist.get_world_size() == 0:
+        with pytest.raises(ValueError, match=r"^method: got 'ring'; accepted are \('reduce_sc"):
+            merge_over_ranks(out, lse, method="ring")
+    else:
+        with pytest.raises(ValueError, match=r"^out: got 4 heads; accepted is a multiple"):
+            merge_over_ranks(out, lse)
+    with pytest.raises(ValueError, match=r"^out: got a tensor that needs a gradient"):
+        merge_over_ranks(out.requires_grad_(), lse)
+
+
+def test_errors(ranks):
+    ranks.run(wrong_arguments)
+
+
+def test_without_process_groups():
+    with pytest.raises(ValueError, match=r"^group: got a program without process groups"):
+        SequenceSharding(3)
+
+
+def without_a_sync(method, lengths):
+    sharding = SequenceSharding(lengths)
+    shape = (sharding.num_tokens, 4, 64)
+    shape = shape if sharding.is_packed else (1, *shape)
+    leaves = [
+        torch.randn(shape, device=here(), dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"
+    ]
+    for mode in ("default", "error"):  # the first call loads kernels and connects ranks
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            out = ATTENTION[method](*leaves, sharding, causal=True)
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("lengths", [70, [40, 0, 31]], ids=["dense", "packed"])
+@pytest.mark.parametrize("method", ATTENTION)
+def test_no_sync(ranks, method, lengths):
+    if ranks.device != "cuda":
+        pytest.skip("only GPUs are waited for")
+    ranks.run(without_a_sync, method, lengths)
