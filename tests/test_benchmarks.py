@@ -217,7 +217,8 @@ def test_combine_traffic():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize(
-    "script", ["bench_fwd.py", "bench_bwd.py", "bench_combine.py", "bench_host.py"]
+    "script",
+    ["bench_fwd.py", "bench_bwd.py", "bench_combine.py", "bench_host.py", "bench_ring.py"],
 )
 def test_without_a_gpu_one_line_says_so(script):
     run = subprocess.run(

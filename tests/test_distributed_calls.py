@@ -13,6 +13,11 @@ from neginf.distributed.placement import Placement
 WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (2, 1), (-1, 2), (4, -1), (0, 9), (30, 30)]
 
 
+def tokens_of(placement, rank):
+    ranges = [placement.tokens(segment) for segment in placement.segments(rank)]
+    return list(itertools.chain(*ranges))
+
+
 def pairs_of_call(call):
     """(row, key) of the ranks' tensors, by the rule of the attention functions."""
     blocks = [call] if call.blocks is None else call.blocks
@@ -28,10 +33,10 @@ def seen(placement_q, placement_k, window, dense, gathered):
     """(row, key) of whole sequences that are in the calls of all ranks, with repetitions."""
     pairs = []
     for rank_q in range(placement_q.size):
-        rows = list(itertools.chain(*placement_q.tokens(rank_q)))
-        placement = placement_k.gathered() if gathered else placement_k
+        rows = tokens_of(placement_q, rank_q)
+        placement = placement_k.gathered if gathered else placement_k
         for rank_k in range(placement.size):
-            keys = list(itertools.chain(*placement.tokens(rank_k)))
+            keys = tokens_of(placement, rank_k)
             for call in calls(placement_q, rank_q, placement, rank_k, window, dense):
                 pairs += [(rows[row], keys[key]) for row, key in pairs_of_call(call)]
     return pairs
@@ -75,7 +80,7 @@ def test_packed(kind, window):
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
 def test_every_token_has_one_place(kind):
     placement = Placement((5, 0, 12, 1), 3, kind)
-    tokens = [itertools.chain(*placement.tokens(rank)) for rank in range(3)]
+    tokens = [tokens_of(placement, rank) for rank in range(3)]
     assert sorted(itertools.chain(*tokens)) == list(range(18))
     for rank in range(3):
         ends = itertools.accumulate(s.length for s in placement.segments(rank))

@@ -1,6 +1,9 @@
 """Every code block of the documentation runs as it stands."""
 
+import os
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 from neginf.audit import probes
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/interop.md")
+PAGES = ("README.md", "docs/interop.md", "docs/distributed.md")
 
 
 def blocks():
@@ -20,8 +23,22 @@ def blocks():
             yield pytest.param("\n" * line + match[1], page, id=f"{page}:{line + 1}")
 
 
+def run_on_ranks(code, folder):
+    program = folder / "block.py"
+    program.write_text(code)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    run = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", str(program)],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.mark.parametrize(("code", "page"), list(blocks()))
-def test_block(code, page):
+def test_block(code, page, tmp_path):
+    if "init_process_group" in code:
+        run_on_ranks(code, tmp_path)
+        return
     if "import AutoModel" in code:
         pytest.importorskip("transformers", reason="transformers is not installed")
     with warnings.catch_warnings():

@@ -157,6 +157,12 @@ def apply_sink(out, lse, sink):
         What is wrong with the state, or +inf in the sink, is said as in :func:`merge_states`.
     """
     check_state(out, lse)
+    check_sink(sink, out)
+    sink_lse = sink.to(lse.dtype).unsqueeze(-1).expand_as(lse)
+    return merge_state(out, lse, torch.zeros_like(out), sink_lse)
+
+
+def check_sink(sink, out):
     if not isinstance(sink, torch.Tensor) or not sink.is_floating_point():
         got = sink.dtype if isinstance(sink, torch.Tensor) else type(sink).__name__
         raise TypeError(f"sink: got {got}; accepted is a floating-point tensor")
@@ -165,8 +171,6 @@ def apply_sink(out, lse, sink):
             f"sink: got shape {tuple(sink.shape)} on {sink.device}; accepted is "
             f"{tuple(out.shape[-2:-1])} on {out.device}"
         )
-    sink_lse = sink.to(lse.dtype).unsqueeze(-1).expand_as(lse)
-    return merge_state(out, lse, torch.zeros_like(out), sink_lse)
 
 
 def _check_mask(mask, out):

@@ -4,7 +4,7 @@ call. In the backward their gradients are summed where they belong by a reduce-s
 import torch
 from torch.autograd.function import once_differentiable
 
-from neginf.distributed import local
+from neginf.distributed import local, tokens
 
 
 def all_gather_attention(
@@ -25,9 +25,9 @@ def all_gather_attention(
     """Attention over sequences that are spread over ranks, whose keys and values are gathered.
 
     Arguments, results and errors are those of :func:`ring_attention`. It takes memory for all keys
-    and values, where the ring takes four blocks; each of its rows meets all its keys in one or two
-    calls, where the ring makes one or two for each rank. Keys and values are gathered again in the
-    backward, rather than kept.
+    and values, where the ring takes up to four blocks; each of its rows meets all its keys in one
+    or two calls, where the ring makes one or two for each rank. Keys and values are gathered again
+    in the backward, rather than kept.
 
     Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2.
     """
@@ -66,13 +66,14 @@ class _AllGather(torch.autograd.Function):
 
 
 def _calls(problem):
-    return problem.calls(problem.queries.rank, problem.keys.placement.gathered(), 0)
+    return problem.calls(problem.queries.rank, problem.keys.placement.gathered, 0)
 
 
 def _gather(keys, tensor):
-    return keys.gather(keys.padded(tensor, local.ROW_DIM), tensor.dim() + local.ROW_DIM)
+    dim = tensor.dim() + local.ROW_DIM
+    return tokens.gather(keys, tokens.padded(keys, tensor, dim), dim)
 
 
 def _scatter_sum(keys, tensor):
-    total = keys.scatter_sum(tensor, tensor.dim() + local.ROW_DIM)
-    return keys.unpadded(total, local.ROW_DIM)
+    dim = tensor.dim() + local.ROW_DIM
+    return tokens.unpadded(keys, tokens.scatter_sum(keys, tensor, dim), dim)

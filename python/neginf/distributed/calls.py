@@ -12,8 +12,8 @@ the keys, and what sees no key off the end of the rows; then a window of non-neg
 So every mask is exact, whatever the lengths, and what cannot be seen costs nothing.
 """
 
-import functools
 import itertools
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -46,7 +46,8 @@ class Block(NamedTuple):
         return self.key + self.keys
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Call:
     """One call of the kernels for one block, or for several with the same window."""
 
     row: int  # what the kernels get of the tensors: the blocks and what lies between them
@@ -57,16 +58,22 @@ class Call(NamedTuple):
     right: int
     blocks: tuple | None  # None: one block of a dense batch
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019, a call is equal to all others like it
+    _varlen_arguments: dict = field(default_factory=dict)  # on each device
+
     def varlen_arguments(self, device):
         """cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k."""
         if self.blocks is None:
             return (None,) * 6
+        if device not in self._varlen_arguments:
+            self._varlen_arguments[device] = self._make_varlen_arguments(device)
+        return self._varlen_arguments[device]
+
+    def _make_varlen_arguments(self, device):
         rows, keys = [b.rows for b in self.blocks], [b.keys for b in self.blocks]
         cu_seqlens_q = [*(b.row - self.row for b in self.blocks), self.rows]
         cu_seqlens_k = [*(b.key - self.key for b in self.blocks), self.keys]
         lists = (cu_seqlens_q, cu_seqlens_k, rows, keys)
-        tensors = (to_device(values, torch.int32, device) for values in lists)
+        tensors = (to_device(torch.tensor(v, dtype=torch.int32), device) for v in lists)
         return (*tensors, _largest_step(cu_seqlens_q), _largest_step(cu_seqlens_k))
 
 
@@ -74,15 +81,14 @@ def _largest_step(cu_seqlens):
     return max(b - a for a, b in itertools.pairwise(cu_seqlens))
 
 
-def to_device(values, dtype, device):
+def to_device(tensor, device):
     """Without waiting for the device."""
-    tensor = torch.tensor(values, dtype=dtype)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    with torch.inference_mode(False):  # it is kept, and may be needed for a backward later
+        if device.type != "cuda":
+            return tensor.clone()
+        return tensor.pin_memory().to(device, non_blocking=True)
 
 
-@functools.lru_cache(maxsize=4096)
 def calls(placement_q, rank_q, placement_k, rank_k, window, dense):
     """All that the rows of rank_q have to do with the keys of rank_k."""
     blocks = []

@@ -69,7 +69,7 @@ class Transfer:
     """
 
     def __init__(self, sent, received, distance, group):
-        self.received = received
+        self.sent, self.received = sent, received  # kept: they are in use until wait()
         size, rank = group.size(), group.rank()
         messages = []
         for ours, theirs in zip(sent, received, strict=True):

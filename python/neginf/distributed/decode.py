@@ -6,7 +6,7 @@ import torch
 from neginf._checks import check_no_gradient, check_state
 from neginf.attention import flash_attn_func
 from neginf.distributed.communication import all_gather, all_to_all, process_group, reduce_scatter
-from neginf.merge import NEG_INF, apply_sink, flash_attn_combine
+from neginf.merge import NEG_INF, apply_sink, check_sink, flash_attn_combine
 
 
 def decode_attention(
@@ -89,12 +89,14 @@ def merge_over_ranks(out, lse, group=None, *, sink=None, method="reduce_scatter"
         raise ValueError(
             f"out: got {heads} heads; accepted is a multiple of the number of ranks, {group.size()}"
         )
+    if sink is not None:
+        check_sink(sink, out)
     if method not in METHODS:
         raise ValueError(f"method: got {method!r}; accepted are {tuple(METHODS)}")
     out, lse = METHODS[method](out, lse, group)
     if sink is None:
         return out, lse
-    return apply_sink(out, lse, sink.unflatten(0, (group.size(), -1))[group.rank()])
+    return apply_sink(out, lse, sink.chunk(group.size())[group.rank()])
 
 
 def _by_reduce_scatter(out, lse, group):
@@ -118,4 +120,5 @@ METHODS = {"reduce_scatter": _by_reduce_scatter, "all_to_all": _by_all_to_all}
 
 def _shares(tensor, group):
     """(ranks, ...): the heads, in the last dimension but one, dealt to the ranks."""
-    return tensor.unflatten(-2, (group.size(), -1)).movedim(-3, 0).contiguous()
+    size = group.size()
+    return tensor.unflatten(-2, (size, tensor.shape[-2] // size)).movedim(-3, 0).contiguous()

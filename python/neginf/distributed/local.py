@@ -7,6 +7,7 @@ import torch
 from neginf import ops
 from neginf._checks import check_tensors
 from neginf.attention import window_sides
+from neginf.distributed import tokens
 from neginf.distributed.calls import calls
 from neginf.distributed.placement import Placement
 from neginf.distributed.sharding import SequenceSharding
@@ -26,8 +27,14 @@ class Problem(NamedTuple):
     deterministic: bool
 
     def calls(self, rank_q, keys: Placement, rank_k):
-        dense = not self.queries.is_packed
-        return calls(self.queries.placement, rank_q, keys, rank_k, self.window, dense)
+        """Made once for a batch, and used by every layer."""
+        key = "calls", rank_q, keys, rank_k, self.window
+        if key not in self.queries.kept:
+            dense = not self.queries.is_packed
+            self.queries.kept[key] = calls(
+                self.queries.placement, rank_q, keys, rank_k, self.window, dense
+            )
+        return self.queries.kept[key]
 
     def options(self, call, device):
         """The arguments of the operators behind the tensors."""
@@ -166,7 +173,7 @@ def _check(q, k, v, queries, keys):
     for name, tensor, sharding in (("q", q, queries), ("k", k, keys), ("v", v, keys)):
         if tensor.dim() != dims:
             raise ValueError(f"{name}: got {tensor.dim()} dimensions; accepted is {accepted}")
-        sharding.check_local(name, tensor, dims + ROW_DIM)
+        tokens.check_count(name, tensor, dims + ROW_DIM, sharding.num_tokens)
 
 
 def _check_as_the_kernels_do(q, k, v, problem, sink):

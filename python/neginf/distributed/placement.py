@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 PLACEMENTS = ("zigzag", "contiguous")
@@ -31,36 +31,44 @@ class Placement:
     lengths: tuple
     size: int
     kind: str
+    _segments: dict = field(default_factory=dict, repr=False, compare=False)  # of each rank
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019, a placement is equal to all others like it
     def segments(self, rank):
         """In the order of the rank's tensor: sequence by sequence, and by position."""
+        if rank not in self._segments:
+            self._segments[rank] = tuple(self._make_segments(rank))
+        return self._segments[rank]
+
+    def _make_segments(self, rank):
         if self.kind == "zigzag":
             count, chunks = 2 * self.size, (rank, 2 * self.size - 1 - rank)
         else:
             count, chunks = self.size, (rank,)
-        segments, offset = [], 0
+        offset = 0
         for sequence, length in enumerate(self.lengths):
             for chunk in chunks:
                 start, end = length * chunk // count, length * (chunk + 1) // count
                 if start < end:
-                    segments.append(Segment(sequence, start, offset, end - start))
+                    yield Segment(sequence, start, offset, end - start)
                     offset += end - start
-        return tuple(segments)
 
     def num_tokens(self, rank):
         return sum(segment.length for segment in self.segments(rank))
 
+    @functools.cached_property
     def most_tokens(self):
         return max(self.num_tokens(rank) for rank in range(self.size))
 
+    @functools.cached_property
     def gathered(self):
         """The placement of all sequences in one tensor, one after the other."""
         return Placement(self.lengths, 1, "contiguous")
 
-    def tokens(self, rank):
-        """The rows that the rank's tokens have in the gathered tensor."""
-        starts = [0, *itertools.accumulate(self.lengths)]
-        for segment in self.segments(rank):
-            first = starts[segment.sequence] + segment.start
-            yield range(first, first + segment.length)
+    def tokens(self, segment):
+        """The rows that its tokens have in the gathered tensor."""
+        first = self._starts[segment.sequence] + segment.start
+        return range(first, first + segment.length)
+
+    @functools.cached_property
+    def _starts(self):
+        return [0, *itertools.accumulate(self.lengths)]

@@ -9,11 +9,12 @@ from the last rank that adds to them straight home. What no rank needs any more 
 """
 
 import contextlib
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from neginf.distributed import local
+from neginf.distributed import local, tokens
 from neginf.distributed.communication import Transfer
 
 # One that is used, one that arrives, and one whose reader may still be running: so a transfer waits
@@ -40,8 +41,8 @@ def ring_attention(
 
     The same as :func:`neginf.flash_attn_func`, or :func:`neginf.flash_attn_varlen_func` of packed
     sequences, on the whole sequences: out, lse and gradients are this rank's rows of it, within
-    rounding, and their zeros and infinities exactly. Between blocks states and gradients are
-    float32 (float64 for float64 q). No call waits for the device.
+    rounding, and their zeros and infinities exactly. Each block's states and gradients are rounded
+    to the dtype of q, and their sums once. No call waits for the device.
 
     Every rank of the group must call it, in the same order, and its backward too: also a rank
     without tokens, whose loss may be ``out.sum()``.
@@ -81,14 +82,14 @@ def ring_attention(
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, problem):
-        ring = Ring(problem)
-        state = local.RunningState(q, ring.num_calls)
-        for calls, block in ring.turns(k, v):
+        plan = _plan(problem)
+        state = local.RunningState(q, plan.num_calls)
+        for calls, block in _turns(plan, problem.keys, k, v):
             for call in calls:
                 state.add(call, *problem.forward(call, q, *block))
         out, lse = state.result()
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.ring = ring
+        ctx.plan, ctx.problem = plan, problem
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -96,62 +97,67 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, out, lse = ctx.saved_tensors
-        ring, problem = ctx.ring, ctx.ring.problem
-        dq = local.RunningSum(q, local.sum_dtype(q.dtype, ring.num_calls))
-        dkv_dtype = local.sum_dtype(k.dtype, ring.most_calls_of_a_block())
+        plan, problem = ctx.plan, ctx.problem
+        last = len(plan.calls) - 1
+        dq = local.RunningSum(q, local.sum_dtype(q.dtype, plan.num_calls))
+        dkv_dtype = local.sum_dtype(k.dtype, plan.calls_of_a_block)
         passing = None
-        for step, (calls, block) in enumerate(ring.turns(k, v)):
+        for step, (calls, block) in enumerate(_turns(plan, problem.keys, k, v)):
             sums = [local.RunningSum(tensor, dkv_dtype) for tensor in block]
             local.add_gradients((dq, *sums), problem, calls, dout, dlse, q, *block, out, lse)
             dkv = [running.result() for running in sums]
             if passing is not None:
                 for total, arrived in zip(dkv, passing.wait(), strict=True):
                     total += arrived
-            if ring.steps > 1:
-                distance = 1 if step + 1 < ring.steps else -step  # at last, home
+            if last > 0:
+                distance = 1 if step < last else -last  # at last, home
                 arriving = [torch.empty_like(total) for total in dkv]
                 passing = Transfer(dkv, arriving, distance, problem.keys.group)
         if passing is not None:
             dkv = passing.wait()
-        dkv = (problem.keys.unpadded(total, local.ROW_DIM).to(k.dtype) for total in dkv)
+        dkv = (tokens.unpadded(problem.keys, t, local.ROW_DIM).to(k.dtype) for t in dkv)
         return dq.result().to(q.dtype), *dkv, None
 
 
-class Ring:
-    """What this rank does at each step."""
+class Plan(NamedTuple):
+    """What this rank does at each step, as many of them on every rank."""
 
-    def __init__(self, problem):
-        self.problem = problem
-        self.size = problem.queries.size
-        self.steps = self._num_steps()
-        rank = problem.queries.rank
-        self.calls = [self._calls(rank, step) for step in range(self.steps)]
-        self.num_calls = sum(map(len, self.calls))
+    calls: list  # for each step
+    num_calls: int
+    calls_of_a_block: int  # the most on its way over all ranks; if above 2, some number above 2
 
-    def turns(self, k, v):
-        """The calls of each step, and the block (k, v) of keys and values that they are for."""
-        keys = self.problem.keys
-        own = [keys.padded(tensor, local.ROW_DIM) for tensor in (k, v)]
-        return zip(self.calls, _passed_on(own, keys.group, self.steps), strict=True)
 
-    def most_calls_of_a_block(self):
-        """The same number on every rank."""
-        return max(
-            sum(len(self._calls(source + step, step)) for step in range(self.steps))
-            for source in range(self.size)
+def _plan(problem):
+    queries, keys = problem.queries, problem.keys.placement
+    key = "ring", keys, problem.window
+    if key not in queries.kept:
+        size = queries.size
+
+        def calls(rank, step):
+            return problem.calls(rank % size, keys, (rank - step) % size)
+
+        # Up to the last step at which any rank has something to do. Zigzag placement without
+        # windows always needs all of them, so that the first look ends this.
+        steps = size
+        while steps > 1 and not any(calls(rank, steps - 1) for rank in range(size)):
+            steps -= 1
+        mine = [calls(queries.rank, step) for step in range(steps)]
+        of_blocks = (
+            sum(len(calls(source + step, step)) for step in range(steps)) for source in range(size)
         )
+        of_a_block = 0
+        for count in of_blocks:
+            of_a_block = max(of_a_block, count)
+            if of_a_block > 2:
+                break
+        queries.kept[key] = Plan(mine, sum(map(len, mine)), of_a_block)
+    return queries.kept[key]
 
-    def _num_steps(self):
-        """Up to the last one at which any rank has something to do; the same number on every rank.
-        Zigzag placement without windows always needs all of them."""
-        for step in range(self.size - 1, 0, -1):
-            if any(self._calls(rank, step) for rank in range(self.size)):
-                return step + 1
-        return 1
 
-    def _calls(self, rank, step):
-        rank = rank % self.size
-        return self.problem.calls(rank, self.problem.keys.placement, (rank - step) % self.size)
+def _turns(plan, keys, k, v):
+    """The calls of each step, and the block (k, v) of keys and values that they are for."""
+    own = [tokens.padded(keys, tensor, tensor.dim() + local.ROW_DIM) for tensor in (k, v)]
+    return zip(plan.calls, _passed_on(own, keys.group, len(plan.calls)), strict=True)
 
 
 def _passed_on(block, group, steps):
@@ -178,7 +184,7 @@ class _Starts:
     stream since does not hold them up."""
 
     def __init__(self, device):
-        self.stream = None
+        self.device, self.stream = device, None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
             self.stream.wait_stream(torch.cuda.current_stream(device))
@@ -192,4 +198,6 @@ class _Starts:
 
     def now(self):
         """An event of the current stream."""
-        return None if self.stream is None else torch.cuda.current_stream().record_event()
+        return (
+            None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
+        )

@@ -1,12 +1,13 @@
 """How sequences lie on the ranks, as users hold it, and moving tensors there and back."""
 
-import itertools
+import weakref
 
 import torch
 
 from neginf._checks import check_no_gradient, check_tensors
+from neginf.distributed import tokens
 from neginf.distributed.calls import to_device
-from neginf.distributed.communication import all_gather, process_group, reduce_scatter
+from neginf.distributed.communication import process_group
 from neginf.distributed.placement import PLACEMENTS, Placement
 
 
@@ -38,10 +39,20 @@ class SequenceSharding:
         self.lengths = _checked_lengths(lengths)
         if placement not in PLACEMENTS:
             raise ValueError(f"placement: got {placement!r}; accepted are {PLACEMENTS}")
-        self.group = process_group(group)
-        self.rank, self.size = self.group.rank(), self.group.size()
+        group = process_group(group)
+        # Not kept alive: a process that still has a gloo group when it ends may abort.
+        self._group = weakref.ref(group)
+        self.rank, self.size = group.rank(), group.size()
         self.placement = Placement(self.lengths, self.size, placement)
-        self._rows = {}
+        self.kept = {}  # what depends on it alone, and on devices: by kind and arguments
+
+    @property
+    def group(self):
+        """The ProcessGroup."""
+        group = self._group()
+        if group is None:
+            raise ValueError("group: got one that has been destroyed; accepted is one in use")
+        return group
 
     @property
     def num_tokens(self):
@@ -49,7 +60,7 @@ class SequenceSharding:
         return self.placement.num_tokens(self.rank)
 
     def local_lengths(self):
-        """How many tokens of each sequence this rank has; one number for a dense batch."""
+        """A list: how many tokens of each sequence this rank has. Of one number if dense."""
         lengths = [0] * len(self.lengths)
         for segment in self.placement.segments(self.rank):
             lengths[segment.sequence] += segment.length
@@ -57,13 +68,9 @@ class SequenceSharding:
 
     def positions(self, device=None):
         """(num_tokens) int64: the position of each of this rank's tokens in its sequence."""
-        positions = [
-            range(segment.start, segment.start + segment.length)
-            for segment in self.placement.segments(self.rank)
-        ]
-        return to_device(
-            list(itertools.chain(*positions)), torch.int64, torch.device(device or "cpu")
-        )
+        segments = self.placement.segments(self.rank)
+        positions = tokens.chain(range(s.start, s.start + s.length) for s in segments)
+        return to_device(positions, torch.device("cpu" if device is None else device))
 
     def shard(self, tensor, dim=None):
         """This rank's part of a tensor of whole sequences. No communication; differentiable.
@@ -76,12 +83,8 @@ class SequenceSharding:
             (batch, num_tokens, ...) or (num_tokens, ...); a copy.
         """
         dim = self._token_dim(tensor, dim)
-        self._check_tokens("tensor", tensor, dim, sum(self.lengths))
-        key = "shard", tensor.device
-        if key not in self._rows:
-            rows = list(itertools.chain(*self.placement.tokens(self.rank)))
-            self._rows[key] = to_device(rows, torch.int64, tensor.device)
-        return tensor.index_select(dim, self._rows[key])
+        tokens.check_count("tensor", tensor, dim, sum(self.lengths))
+        return tensor.index_select(dim, tokens.rows_of_rank(self, tensor.device))
 
     def unshard(self, tensor, dim=None):
         """The tensor of whole sequences, on every rank, from each rank's part. One all-gather.
@@ -98,51 +101,9 @@ class SequenceSharding:
                 recorded, which could mean a sum over ranks or not.
         """
         dim = self._token_dim(tensor, dim)
-        self.check_local("tensor", tensor, dim)
+        tokens.check_count("tensor", tensor, dim, self.num_tokens)
         check_no_gradient(tensor=tensor)
-        return self.gather(self.padded(tensor, dim), dim).contiguous()
-
-    def check_local(self, name, tensor, dim):
-        self._check_tokens(name, tensor, dim, self.num_tokens)
-
-    def padded(self, tensor, dim):
-        """With as many rows as the rank with most tokens has, contiguous: messages have one size.
-        Nobody uses rows past a rank's own."""
-        shape = list(tensor.shape)
-        shape[dim] = self.placement.most_tokens()
-        if shape[dim] == self.num_tokens:
-            return tensor.contiguous()
-        padded = tensor.new_empty(shape)
-        self.unpadded(padded, dim).copy_(tensor)
-        return padded
-
-    def unpadded(self, tensor, dim):
-        return tensor.narrow(dim, 0, self.num_tokens)
-
-    def gather(self, padded, dim):
-        """All tokens in the order of their sequences, in any strides."""
-        gathered = _tokens_first(all_gather(padded, self.group), dim)
-        return gathered[self._gathered_rows(padded.device)].movedim(0, dim)
-
-    def scatter_sum(self, tensor, dim):
-        """The reverse: this rank's tokens, padded, summed over the ranks' tensors of all tokens."""
-        shape = [self.size, *tensor.shape]
-        shape[dim + 1] = self.placement.most_tokens()
-        parts = tensor.new_zeros(shape)
-        _tokens_first(parts, dim)[self._gathered_rows(tensor.device)] = tensor.movedim(dim, 0)
-        return reduce_scatter(parts, self.group)
-
-    def _gathered_rows(self, device):
-        """(ranks, rows of these ranks) where the tokens of all sequences are, in their order."""
-        if device not in self._rows:
-            place = [None] * sum(self.lengths)
-            for rank in range(self.size):
-                tokens = itertools.chain(*self.placement.tokens(rank))
-                for row, token in enumerate(tokens):
-                    place[token] = rank, row
-            ranks, rows = zip(*place, strict=True) if place else ((), ())
-            self._rows[device] = tuple(to_device(x, torch.int64, device) for x in (ranks, rows))
-        return self._rows[device]
+        return tokens.gather(self, tokens.padded(self, tensor, dim), dim).contiguous()
 
     def _token_dim(self, tensor, dim):
         check_tensors(tensor=tensor)
@@ -151,18 +112,6 @@ class SequenceSharding:
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(f"dim: got {dim}; accepted is a dimension of {tuple(tensor.shape)}")
         return dim % tensor.dim()
-
-    def _check_tokens(self, name, tensor, dim, tokens):
-        if tensor.shape[dim] != tokens:
-            raise ValueError(
-                f"{name}: got {tensor.shape[dim]} tokens in dimension {dim} of shape "
-                f"{tuple(tensor.shape)}; accepted are {tokens}"
-            )
-
-
-def _tokens_first(tensors, dim):
-    """A view (size, tokens, ...) of (size, ...) whose tokens are in dimension dim + 1."""
-    return tensors.movedim(dim + 1, 1)
 
 
 def _is_int(value):
