@@ -1,13 +1,14 @@
 # make demo            installs neginf into .venv and runs the quickstart, on whatever hardware there is
 # make test            the same, then the tests; ARGS="tests/test_merge.py" goes to pytest
 # make kernels-check   compiles every CUDA kernel (needs nvcc, no GPU); fails on any register spill
+# make docs            builds the documentation into build/site; fails on a link that leads nowhere
 # make lint            checks and formats with the tools of .pre-commit-config.yaml
 #
 # NEGINF_BACKENDS, NEGINF_HEAD_DIMS and MAX_JOBS mean what setup.py says.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo test kernels-check lint install clean
+.PHONY: demo test kernels-check docs lint install clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -36,6 +37,10 @@ kernels-check: | $(BIN)/python
 	$(PIP) install -q --no-deps ninja $$($(BIN)/python -c \
 	  'import build_tools as t; print("" if t.Cutlass.find() else t.CUTLASS_WHEEL)')
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python scripts/check_kernels.py
+
+docs: $(INSTALLED)
+	$(PIP) install -q -e '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 lint: | $(BIN)/pre-commit
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure
