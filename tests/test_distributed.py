@@ -249,6 +249,25 @@ def test_one_gradient_alone(ranks, method, use):
         assert_about_equal(got, expected)
 
 
+def second_derivative(method):
+    """Is refused, also where dout is a constant."""
+    sharding = SequenceSharding(9)
+    leaves = [
+        torch.randn(1, sharding.num_tokens, 2, 8).to(here(), dtype_here()).requires_grad_()
+        for _ in "qkv"
+    ]
+    out = ATTENTION[method](*leaves, sharding, causal=True)
+    gradients = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+    for gradient in gradients:
+        with pytest.raises(NotImplementedError, match=r"^second derivatives of attention over"):
+            torch.autograd.grad(gradient.sum() + out.sum(), leaves, retain_graph=True)
+
+
+@pytest.mark.parametrize("method", ATTENTION)
+def test_second_derivatives(ranks, method):
+    ranks.run(second_derivative, method)
+
+
 def in_groups(method):
     """Groups of other kinds than all ranks, and ranks whose number in the group is another."""
     size = dist.get_world_size()

@@ -2,7 +2,6 @@
 call. In the backward their gradients are summed where they belong by a reduce-scatter."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from neginf.distributed import local, tokens
 
@@ -53,7 +52,7 @@ class _AllGather(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @local.once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, out, lse = ctx.saved_tensors
         calls, keys = _calls(ctx.problem), ctx.problem.keys

@@ -1,5 +1,6 @@
 """What one rank computes: attention between its rows and one block of keys, and sums of that."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -128,6 +129,35 @@ class RunningSum:
         if self.total is None:
             self.total = self.like.new_zeros(self.like.shape, dtype=self.dtype)
         return self.total
+
+
+def once_differentiable(backward):
+    """For the backward of a function of q, k and v that saves them first. torch's decorator of this
+    name leaves the gradients constant where dout is, though they depend on q, k and v as well: a
+    penalty on them would be left out without an error."""
+
+    @functools.wraps(backward)
+    def once(ctx, dout, dlse):
+        with torch.no_grad():
+            *gradients, of_problem = backward(ctx, dout, dlse)
+        if torch.is_grad_enabled():
+            q, k, v, *_ = ctx.saved_tensors
+            gradients = _NoSecondDerivative.apply(*gradients, dout, dlse, q, k, v)
+        return *gradients, of_problem
+
+    return once
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """dq, dk and dv, as results of what they depend on."""
+
+    @staticmethod
+    def forward(ctx, dq, dk, dv, *depends_on):
+        return tuple(gradient.view_as(gradient) for gradient in (dq, dk, dv))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError("second derivatives of attention over ranks are not implemented")
 
 
 def add_gradients(sums, problem, calls, dout, dlse, q, k, v, out, lse):

@@ -12,7 +12,6 @@ import contextlib
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from neginf.distributed import local, tokens
 from neginf.distributed.communication import Transfer
@@ -94,7 +93,7 @@ class _RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @local.once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, out, lse = ctx.saved_tensors
         plan, problem = ctx.plan, ctx.problem
