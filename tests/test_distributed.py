@@ -471,8 +471,17 @@ def wrong_arguments():
     many = torch.zeros(3, 12, 8), torch.zeros(12, 3)
     with pytest.raises(ValueError, match=r"^sink: got shape \(2,\) on cpu; accepted is \(12,\)"):
         merge_over_ranks(*many, sink=torch.zeros(2))
+    for method in ("reduce_scatter", "all_to_all"):
+        with pytest.raises(TypeError, match=r"^out: got dtype torch.int32; accepted are float32"):
+            merge_over_ranks(many[0].int(), many[1], method=method)
     with pytest.raises(ValueError, match=r"^out: got a tensor that needs a gradient"):
         merge_over_ranks(out.requires_grad_(), lse)
+    q, cache = torch.zeros(1, 1, 12, 8), torch.zeros(1, 2, 2, 8)
+    for name in "qkv":
+        given = {"q": q, "k": cache, "v": cache}
+        given[name] = given[name].clone().requires_grad_()
+        with pytest.raises(ValueError, match=f"^{name}: got a tensor that needs a gradient"):
+            decode_attention(**given)
 
 
 def test_errors(ranks):

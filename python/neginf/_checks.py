@@ -2,6 +2,8 @@
 
 import torch
 
+STATE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
 
 def check_tensors(**tensors):
     for name, tensor in tensors.items():
@@ -41,6 +43,11 @@ def check_state(out, lse, heads_last=False):
         raise ValueError(
             f"out: got {out.dim()} dimensions; accepted are 4, (batch, seqlen, heads, head_dim), "
             "or 3, (total, heads, head_dim)"
+        )
+    if out.dtype not in STATE_DTYPES:
+        raise TypeError(
+            f"out: got dtype {out.dtype}; accepted are float32, float16 and bfloat16, and on the "
+            "CPU float64"
         )
     *batch, rows, heads, _ = out.shape
     shape = (*batch, rows, heads) if heads_last else (*batch, heads, rows)

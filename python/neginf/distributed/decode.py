@@ -3,7 +3,7 @@ are merged. Ranks may have no key at all: theirs is the state (0, -inf)."""
 
 import torch
 
-from neginf._checks import check_no_gradient, check_state
+from neginf._checks import check_no_gradient, check_state, check_tensors
 from neginf.attention import flash_attn_func
 from neginf.distributed.communication import all_gather, all_to_all, process_group, reduce_scatter
 from neginf.merge import NEG_INF, apply_sink, check_sink, flash_attn_combine
@@ -46,9 +46,12 @@ def decode_attention(
         With ``return_lse`` also lse, (batch, num_heads / ranks, seqlen_q), natural logarithm.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as :func:`neginf.flash_attn_func` and
-            :func:`merge_over_ranks`.
+        ValueError: q, k or v that needs a gradient while gradients are recorded, for it has none.
+            Otherwise as :func:`neginf.flash_attn_func` and :func:`merge_over_ranks`.
+        TypeError: as these two.
     """
+    check_tensors(q=q, k=k, v=v)
+    check_no_gradient(q=q, k=k, v=v)
     state = flash_attn_func(
         q, k, v, softmax_scale=softmax_scale, softcap=softcap, seqused_k=seqused_k, return_lse=True
     )
