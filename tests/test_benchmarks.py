@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -21,6 +22,7 @@ from rich.console import Console  # noqa: E402
 
 import attention  # noqa: E402
 import bench_combine  # noqa: E402
+import bench_ring  # noqa: E402
 
 NAN = float("nan")
 
@@ -229,3 +231,17 @@ def test_without_a_gpu_one_line_says_so(script):
     assert run.stderr.count("\n") == 1
     assert run.stderr.startswith(script)
     assert "torch sees no" in run.stderr
+
+
+def test_a_nan_is_the_largest_error_of_a_ring(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        *leaves, dout = (torch.randn(1, 3, 1, 4, requires_grad=i < 3) for i in range(4))
+        calls = {
+            bench_ring.ONE: (leaves, dout, lambda q, k, v: q * k * v),
+            "ring": (leaves, dout, lambda q, k, v: q * k * v * torch.nan),
+        }
+        errors = bench_ring.errors_of(bench_ring.SequenceSharding(3), calls)
+    finally:
+        dist.destroy_process_group()
+    assert errors == {"ring": dict.fromkeys(("out", "dq", "dk", "dv"), torch.inf)}
