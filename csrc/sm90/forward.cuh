@@ -5,10 +5,12 @@
 // its Q, K and V, and consumer warpgroups multiply. Each of these owns 64 of the rows from S to O,
 // so that the softmax needs no exchange beyond a quad.
 //
-//   scheduler    work(0)   work(1)   ...                            full: it has been written or
-//   loaded loader       K(0) Q | K(1) V(0) | K(2) V(1) | ...               empty: all consumer
-//   warps are past it shared       work[4]   sQ[2]   sK[2]   sV[2] consumer     S = Q K^T -> mask,
-//   softmax -> P (registers) -> O += P V -> out, lse
+// clang-format off
+//   scheduler    work(0)   work(1)   ...                          full: it has been written or loaded
+//   loader       K(0) Q | K(1) V(0) | K(2) V(1) | ...             empty: all consumer warps are past it
+//   shared       work[4]   sQ[2]   sK[2]   sV[2]
+//   consumer     S = Q K^T -> mask, softmax -> P (registers) -> O += P V -> out, lse
+// clang-format on
 //
 // Inside a warpgroup, S(t+1) and O(t) are issued together, so that the tensor cores have work while
 // S(t+1) goes through the softmax; at the end of a row tile the next one's S(0) takes that place:
