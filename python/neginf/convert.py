@@ -21,8 +21,8 @@ import math
 import torch
 
 from neginf._checks import check_state, check_tensors
+from neginf.merge import NEG_INF
 
-NEG_INF = float("-inf")
 INF = float("inf")
 NAN = float("nan")
 LN_2 = math.log(2)

@@ -3,8 +3,8 @@
 import torch
 
 from neginf._checks import check_lse, check_no_gradient, check_same_kind, check_tensors
-from neginf.convert import NEG_INF, from_fa2
-from neginf.merge import flash_attn_combine
+from neginf.convert import from_fa2
+from neginf.merge import NEG_INF, flash_attn_combine
 
 
 def merge_attn_states(
