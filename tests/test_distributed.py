@@ -440,6 +440,15 @@ def wrong_arguments():
         ((q, q, q, sharding), {"softcap": -1.0}, ValueError, r"^softcap: got -1"),
         ((q, q, q, sharding), {"window_size": 3}, ValueError, r"^window_size: got 3"),
         ((q, q, q, sharding), {"window_size": (-2, 0)}, ValueError, r"^window_size: got \(-2, 0"),
+        (
+            (q, q, q, sharding), {"window_size": (-1, -7), "causal": True}, ValueError,
+            r"^window_size: got \(-1, -7\); accepted are values from 0, or -1 for unbounded",
+        ),
+        (
+            (q, q, q, sharding), {"window_size": (1.5, 0)}, TypeError,
+            r"^window_size: got \(1.5, 0\); accepted is \(left, right\), two ints",
+        ),
+        ((q, q, q, sharding), {"sink": [0.0] * 4}, TypeError, r"^sink: got list; accepted is a te"),
         ((q, q, q, sharding), {"sink": torch.zeros(2)}, ValueError, r"^sink: got"),
     ]  # fmt: skip
     for attention, (args, options, error, message) in itertools.product(ATTENTION.values(), cases):
@@ -451,6 +460,9 @@ def wrong_arguments():
         sharding.unshard(q.clone().requires_grad_())
     with pytest.raises(ValueError, match=r"^dim: got 4; accepted is a dimension"):
         sharding.shard(q, 4)
+    for move in (sharding.shard, sharding.unshard):
+        with pytest.raises(TypeError, match=r"^dim: got 'a'; accepted is an int or None"):
+            move(q, dim="a")
     for lengths, error, message in (
         (torch.tensor([3]), TypeError, r"^lengths: got Tensor; accepted is an int"),
         ([3, 2.0], TypeError, r"^lengths: got a float in it"),

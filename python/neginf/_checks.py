@@ -1,5 +1,7 @@
 """Checks of arguments that more than one module makes. Messages name the argument."""
 
+import operator
+
 import torch
 
 STATE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -9,6 +11,14 @@ def check_tensors(**tensors):
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}; accepted is a tensor")
+
+
+def check_ints(name, got, values, accepted):
+    """As ints: what Python takes for an index is one, numpy's ints too."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise TypeError(f"{name}: got {got!r}; accepted is {accepted}") from None
 
 
 def check_same_kind(name, tensor, first_name, first):

@@ -1,6 +1,7 @@
 """Attention over dense and packed sequences, with FlashAttention-2's names and order."""
 
 from neginf import ops
+from neginf._checks import check_ints
 
 
 def flash_attn_func(
@@ -64,7 +65,7 @@ def flash_attn_func(
 
     Raises:
         ValueError: a shape, device or value that is not accepted; the message names the argument.
-        TypeError: a dtype that is not accepted.
+        TypeError: a dtype that is not accepted, or a window that is not of ints.
         NotImplementedError: dropout, or no kernel in this build for these tensors.
 
     Source: Dao, FlashAttention-2 (2023); for rows without keys, rules P1 to P6 of docs/contract.md.
@@ -156,7 +157,7 @@ def window_sides(window_size):
         left, right = window_size
     except (TypeError, ValueError):
         raise ValueError(f"window_size: got {window_size}; accepted is (left, right)") from None
-    return left, right
+    return check_ints("window_size", window_size, (left, right), "(left, right), two ints")
 
 
 def _results(out, lse, return_attn_probs, return_lse):

@@ -64,9 +64,11 @@ def attention(
     """`function` is the apply of an autograd function of q, k, v and a :class:`Problem`."""
     keys = queries if keys is None else keys
     _check(q, k, v, queries, keys)
+    if sink is not None:
+        check_tensors(sink=sink)
     left, right = window_sides(window_size)
     problem = Problem(queries, keys, (left, 0 if causal else right), **options)
-    _check_as_the_kernels_do(q, k, v, problem, sink)
+    _check_as_the_kernels_do(q, k, v, problem, sink, causal, (left, right))
     out, lse = function(q, k, v, problem)
     if sink is not None:
         out, lse = apply_sink(out, lse, sink)
@@ -206,14 +208,15 @@ def _check(q, k, v, queries, keys):
         tokens.check_count(name, tensor, dims + ROW_DIM, sharding.num_tokens)
 
 
-def _check_as_the_kernels_do(q, k, v, problem, sink):
+def _check_as_the_kernels_do(q, k, v, problem, sink, causal, window):
     """On every rank alike, before any message: the operator checks all of its arguments, and
-    without rows does nothing else."""
+    without rows does nothing else. It is given causal and window as they came, for in problem
+    causal has replaced the right side."""
     no_rows = [tensor.narrow(ROW_DIM, 0, 0) for tensor in (q, k, v)]
     if problem.queries.is_packed:
         no_rows = [tensor.unsqueeze(0) for tensor in no_rows]
     with torch.no_grad():
         ops.forward(
-            *no_rows, *(None,) * 6, problem.softmax_scale, False, *problem.window,
+            *no_rows, *(None,) * 6, problem.softmax_scale, causal, *window,
             problem.softcap, None, sink, 0, problem.deterministic,
         )  # fmt: skip

@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from neginf._checks import check_no_gradient, check_tensors
+from neginf._checks import check_ints, check_no_gradient, check_tensors
 from neginf.distributed import tokens
 from neginf.distributed.calls import to_device
 from neginf.distributed.communication import process_group
@@ -81,6 +81,10 @@ class SequenceSharding:
 
         Returns:
             (batch, num_tokens, ...) or (num_tokens, ...); a copy.
+
+        Raises:
+            ValueError: another number of tokens; a dim that the tensor lacks.
+            TypeError: something that is no tensor; a dim that is no int.
         """
         dim = self._token_dim(tensor, dim)
         tokens.check_count("tensor", tensor, dim, sum(self.lengths))
@@ -98,7 +102,8 @@ class SequenceSharding:
 
         Raises:
             ValueError: another number of tokens; a tensor that needs a gradient while gradients are
-                recorded, which could mean a sum over ranks or not.
+                recorded, which could mean a sum over ranks or not. Otherwise as :meth:`shard`.
+            TypeError: as :meth:`shard`.
         """
         dim = self._token_dim(tensor, dim)
         tokens.check_count("tensor", tensor, dim, self.num_tokens)
@@ -109,6 +114,7 @@ class SequenceSharding:
         check_tensors(tensor=tensor)
         if dim is None:
             dim = 0 if self.is_packed else 1
+        (dim,) = check_ints("dim", dim, (dim,), "an int or None")
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(f"dim: got {dim}; accepted is a dimension of {tuple(tensor.shape)}")
         return dim % tensor.dim()
