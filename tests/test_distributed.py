@@ -56,6 +56,10 @@ def dtype_here():
     return torch.bfloat16 if here() != "cpu" else torch.float64
 
 
+def lse_dtype_here():
+    return torch.promote_types(dtype_here(), torch.float32)
+
+
 def assert_about_equal(got, expected):
     """Sums of some terms of size 1 to 4, in another order."""
     rounding = judge.rounding_floor(expected.dtype, size=4, sum_size=16)
@@ -247,6 +251,58 @@ def one_gradient_alone(method, use):
 def test_one_gradient_alone(ranks, method, use):
     for expected, got in ranks.run(one_gradient_alone, method, use)[0]:
         assert_about_equal(got, expected)
+
+
+def with_a_sink_of_inf(method):
+    """The same as in one process: NaN where it is, in the gradients too, and only there."""
+    torch.manual_seed(0)
+    sharding = SequenceSharding([9, 2])
+    keys = SequenceSharding([9, 0])  # and rows without keys
+    lengths = [int32([0, *itertools.accumulate(s.lengths)], here()) for s in (sharding, keys)]
+    q, k, v = (torch.randn(n, 3, 8).to(here(), dtype_here()) for n in (11, 9, 9))
+    sink = torch.tensor([torch.inf, 0.5, NEG_INF], device=here(), dtype=lse_dtype_here())
+
+    def results(function, *tensors):
+        leaves = [t.clone().requires_grad_() for t in (*tensors, sink)]
+        state = function(*leaves[:3], sink=leaves[3], causal=True, return_lse=True)
+        gradients = torch.autograd.grad(state[0].sum() + state[1][:2].sum(), leaves)
+        return [t.detach() for t in (*state, *gradients)]
+
+    expected = results(
+        lambda *a, **o: neginf.flash_attn_varlen_func(*a, *lengths, 9, 9, **o), q, k, v
+    )
+    parts = sharding.shard(q), keys.shard(k), keys.shard(v)
+    out, lse, dq, dk, dv, dsink = results(
+        lambda *a, **o: ATTENTION[method](*a, sharding, keys, **o), *parts
+    )
+    dist.all_reduce(dsink)
+    got = (
+        sharding.unshard(out), sharding.unshard(lse, -1), sharding.unshard(dq),
+        *map(keys.unshard, (dk, dv)), dsink,
+    )  # fmt: skip
+    for one, other in zip(got, expected, strict=True):
+        judge.assert_special_positions_equal(one, other, method)
+    assert got[0][:, 0].isnan().all()
+    assert not got[0][:, 1:].isnan().any()
+
+
+@pytest.mark.parametrize("method", ATTENTION)
+def test_a_sink_of_inf(ranks, method):
+    ranks.run(with_a_sink_of_inf, method)
+
+
+def decoded_with_a_sink_of_inf(method):
+    size = dist.get_world_size()
+    q = torch.randn(1, 1, 2 * size, 8).to(here(), dtype_here())
+    sink = torch.tensor([torch.inf, 0.5] * size, device=here(), dtype=lse_dtype_here())
+    out, lse = decode_attention(q, q, q, sink=sink, method=method, return_lse=True)
+    assert out.isnan().all(-1).flatten().tolist() == [True, False]
+    assert lse.isnan().flatten().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("method", ["reduce_scatter", "all_to_all"])
+def test_decode_with_a_sink_of_inf(ranks, method):
+    ranks.run(decoded_with_a_sink_of_inf, method)
 
 
 def second_derivative(method):
@@ -481,6 +537,13 @@ def wrong_arguments():
         with pytest.raises(ValueError, match=r"^out: got 4 heads; accepted is a multiple"):
             merge_over_ranks(out, lse)
     many = torch.zeros(3, 12, 8), torch.zeros(12, 3)
+    for method in ("reduce_scatter", "all_to_all"):
+        with pytest.raises(ValueError, match=r"^lse: got \+inf on some rank; accepted are finite"):
+            merge_over_ranks(many[0], torch.full_like(many[1], torch.inf), method=method)
+        with pytest.raises(ValueError, match=r"^out: got head_dim 0; accepted is 1 or more"):
+            merge_over_ranks(many[0][..., :0], many[1], method=method)
+    with pytest.raises(TypeError, match=r"^method: got \[1\]; accepted are \('reduce_scatter'"):
+        merge_over_ranks(*many, method=[1])
     with pytest.raises(ValueError, match=r"^sink: got shape \(2,\) on cpu; accepted is \(12,\)"):
         merge_over_ranks(*many, sink=torch.zeros(2))
     for method in ("reduce_scatter", "all_to_all"):
@@ -494,6 +557,21 @@ def wrong_arguments():
         given[name] = given[name].clone().requires_grad_()
         with pytest.raises(ValueError, match=f"^{name}: got a tensor that needs a gradient"):
             decode_attention(**given)
+    # Before anything runs: a cache of another head_dim would be refused by the attention.
+    given = {"q": q, "k": cache[..., :4], "v": cache[..., :4]}
+    for changes, error, message in (
+        ({"q": q[0]}, ValueError, r"^q: got 3 dimensions; accepted are 4"),
+        ({"group": "cp"}, TypeError, r"^group: got str"),
+        ({"sink": [0.0] * 12}, TypeError, r"^sink: got list; accepted is a floating-point tensor"),
+        ({"method": [1]}, TypeError, r"^method: got \[1\]"),
+        ({"method": "ring"}, ValueError, r"^method: got 'ring'"),
+    ):
+        with pytest.raises(error, match=message):
+            decode_attention(**{**given, **changes})
+    size = dist.get_world_size()
+    if size > 1:
+        with pytest.raises(ValueError, match=rf"^q: got {size + 1} heads; .* of ranks, {size}$"):
+            decode_attention(q.new_zeros(1, 1, size + 1, 8), cache[..., :4], cache[..., :4])
 
 
 def test_errors(ranks):

@@ -6,7 +6,8 @@ import torch
 from neginf._checks import check_no_gradient, check_state, check_tensors
 from neginf.attention import flash_attn_func
 from neginf.distributed.communication import all_gather, all_to_all, process_group, reduce_scatter
-from neginf.merge import NEG_INF, apply_sink, check_sink, flash_attn_combine
+from neginf.distributed.local import merge_sink
+from neginf.merge import NEG_INF, check_sink, flash_attn_combine
 
 
 def decode_attention(
@@ -52,6 +53,12 @@ def decode_attention(
     """
     check_tensors(q=q, k=k, v=v)
     check_no_gradient(q=q, k=k, v=v)
+    if q.dim() != 4:
+        raise ValueError(
+            f"q: got {q.dim()} dimensions; accepted are 4, (batch, seqlen, heads, head_dim)"
+        )
+    group = process_group(group)
+    _check("q", q, group, sink, method)
     state = flash_attn_func(
         q, k, v, softmax_scale=softmax_scale, softcap=softcap, seqused_k=seqused_k, return_lse=True
     )
@@ -69,7 +76,8 @@ def merge_over_ranks(out, lse, group=None, *, sink=None, method="reduce_scatter"
         lse: (batch, heads, seqlen) or (heads, total), float32 (float64 with float64), natural
             logarithm.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
-        sink: (heads), as in :func:`neginf.apply_sink`; the same on every rank, counted once.
+        sink: (heads), as in :func:`neginf.apply_sink`, but +inf gives NaN on every device, as in
+            :func:`neginf.flash_attn_func`; the same on every rank, counted once.
         method: "reduce_scatter": one all-gather of lse and one reduce-scatter of out, each rank's
             weighted in float32 (float64). "all_to_all": out and lse of a share go to its rank as
             they are: half as many bytes of bfloat16 out, and the sum is in the order of the ranks.
@@ -79,31 +87,55 @@ def merge_over_ranks(out, lse, group=None, *, sink=None, method="reduce_scatter"
 
     Raises:
         ValueError: heads that are not divisible; another method; tensors that need a gradient while
-            gradients are recorded, for it has none. Otherwise as :func:`neginf.merge_states`.
-        TypeError: as :func:`neginf.merge_states`; a group that is none.
+            gradients are recorded, for it has none; on the CPU also +inf in lse, said by the ranks
+            that receive it: all of them, or with "all_to_all" those whose heads have it. Otherwise
+            as :func:`neginf.merge_states`.
+        TypeError: as :func:`neginf.merge_states`; a group that is none; a method that is no str.
 
     Source: the merge is section 5 of docs/contract.md.
     """
     check_state(out, lse)
     check_no_gradient(out=out, lse=lse)
     group = process_group(group)
-    heads = out.shape[-2]
-    if heads % group.size() != 0:
-        raise ValueError(
-            f"out: got {heads} heads; accepted is a multiple of the number of ranks, {group.size()}"
-        )
-    if sink is not None:
-        check_sink(sink, out)
-    if method not in METHODS:
-        raise ValueError(f"method: got {method!r}; accepted are {tuple(METHODS)}")
+    _check("out", out, group, sink, method)
     out, lse = METHODS[method](out, lse, group)
     if sink is None:
         return out, lse
-    return apply_sink(out, lse, sink.chunk(group.size())[group.rank()])
+    return merge_sink(out, lse, sink.chunk(group.size())[group.rank()])
+
+
+def _check(name, tensor, group, sink, method):
+    """tensor: q or out."""
+    heads, head_dim = tensor.shape[-2:]
+    if heads % group.size() != 0:
+        raise ValueError(
+            f"{name}: got {heads} heads; accepted is a multiple of the number of ranks, "
+            f"{group.size()}"
+        )
+    if head_dim == 0:
+        raise ValueError(f"{name}: got head_dim 0; accepted is 1 or more")
+    if sink is not None:
+        check_sink(sink, tensor)
+    if not isinstance(method, str):
+        raise TypeError(f"method: got {method!r}; accepted are {tuple(METHODS)}")
+    if method not in METHODS:
+        raise ValueError(f"method: got {method!r}; accepted are {tuple(METHODS)}")
+
+
+def _check_received(lses):
+    """On the CPU; on a GPU this would wait for it, and +inf makes its row NaN. Not before the
+    messages: the other ranks, whose lse may be right, would wait for this one."""
+    if lses.device.type == "cpu" and lses.isposinf().any():
+        raise ValueError(
+            "lse: got +inf on some rank; accepted are finite values, NaN, and -inf for a row "
+            "without keys. For states of libraries that mark such rows by +inf there is "
+            "neginf.convert"
+        )
 
 
 def _by_reduce_scatter(out, lse, group):
     lses = all_gather(lse, group)
+    _check_received(lses)
     # The weight of a state in a merge is what comes of payloads that are 1 in it and 0 elsewhere.
     is_mine = torch.arange(group.size(), device=lse.device) == group.rank()
     payload = is_mine.to(lse.dtype).view(-1, *[1] * out.dim())
@@ -115,7 +147,9 @@ def _by_reduce_scatter(out, lse, group):
 
 
 def _by_all_to_all(out, lse, group):
-    return flash_attn_combine(*(all_to_all(_shares(t, group), group) for t in (out, lse)))
+    outs, lses = (all_to_all(_shares(t, group), group) for t in (out, lse))
+    _check_received(lses)
+    return flash_attn_combine(outs, lses)
 
 
 METHODS = {"reduce_scatter": _by_reduce_scatter, "all_to_all": _by_all_to_all}

@@ -14,6 +14,7 @@ from neginf.distributed.placement import Placement
 from neginf.distributed.sharding import SequenceSharding
 from neginf.merge import NEG_INF, apply_sink, merge_state, merge_state_in_place
 
+NAN = float("nan")
 ROW_DIM = -3  # of q, k, v, out in both layouts; lse has its rows last
 
 
@@ -71,8 +72,15 @@ def attention(
     _check_as_the_kernels_do(q, k, v, problem, sink, causal, (left, right))
     out, lse = function(q, k, v, problem)
     if sink is not None:
-        out, lse = apply_sink(out, lse, sink)
+        out, lse = merge_sink(out, lse, sink)
     return (out, lse) if return_lse else out
+
+
+def merge_sink(out, lse, sink):
+    """As the attention functions do it: a sink of +inf is a score of +inf, which makes its rows
+    NaN, and its gradient too. :func:`apply_sink` refuses it on the CPU, as the +inf by which some
+    libraries mark rows without keys; here that would be after all communication."""
+    return apply_sink(out, lse, torch.nan_to_num(sink, NAN, posinf=NAN, neginf=NEG_INF))
 
 
 def accumulate_dtype(dtype):
