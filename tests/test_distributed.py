@@ -650,6 +650,33 @@ def without_a_sync(method, lengths):
             torch.cuda.set_sync_debug_mode("default")
 
 
+def on_two_streams():
+    """Indices that one stream copies late are waited for by another that uses them."""
+    tokens = 4096
+    tensor = torch.randn(tokens, 8, device=here())
+    expected = SequenceSharding([tokens]).shard(tensor)
+    sharding = SequenceSharding([tokens])
+    first, other = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        # What an early use would read is zeros, which are indices, and wrong ones.
+        zeros = [torch.zeros(tokens, dtype=torch.int64, device=here()) for _ in range(8)]
+    torch.cuda.synchronize()
+    del zeros
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(10**9)
+        sharding.shard(tensor)
+    with torch.cuda.stream(other):
+        got = sharding.shard(tensor)
+    torch.cuda.synchronize()
+    assert torch.equal(got, expected)
+
+
+def test_streams(ranks):
+    if ranks.device != "cuda":
+        pytest.skip("only GPUs have streams")
+    ranks.run(on_two_streams)
+
+
 @pytest.mark.parametrize("lengths", [70, [40, 0, 31]], ids=["dense", "packed"])
 @pytest.mark.parametrize("method", ATTENTION)
 def test_no_sync(ranks, method, lengths):

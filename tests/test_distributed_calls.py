@@ -7,10 +7,48 @@ import pytest
 import torch
 
 import oracle
-from neginf.distributed.calls import calls
+from neginf.distributed.calls import Kept, calls
 from neginf.distributed.placement import Placement
 
 WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (2, 1), (-1, 2), (4, -1), (0, 9), (30, 30)]
+
+
+class Stream:
+    """A stand-in for one of CUDA's, that writes down what is done to it."""
+
+    def __init__(self):
+        self.waited, self.tensors = [], []
+
+    def record_event(self):
+        return "event", self
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+
+class OnStreams:
+    """A stand-in for a tensor on a GPU."""
+
+    def record_stream(self, stream):
+        stream.tensors.append(self)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_other_streams_wait_for_what_is_kept(monkeypatch, capturing):
+    first, other = Stream(), Stream()
+    current = [first]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr("neginf.distributed.calls.to_device", lambda tensor, device: tensor)
+    tensors = OnStreams(), OnStreams()
+    kept = Kept(tensors, torch.device("cuda", 0))
+    assert kept.on_current_stream() == tensors
+    assert (first.waited, first.tensors) == ([], [])
+    current[0] = other
+    assert kept.on_current_stream() == tensors
+    assert other.waited == ([] if capturing else [("event", first)])
+    assert other.tensors == [*tensors]
+    assert first.waited == []
 
 
 def tokens_of(placement, rank):

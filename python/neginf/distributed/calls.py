@@ -66,15 +66,16 @@ class Call:
             return (None,) * 6
         if device not in self._varlen_arguments:
             self._varlen_arguments[device] = self._make_varlen_arguments(device)
-        return self._varlen_arguments[device]
+        tensors, lengths = self._varlen_arguments[device]
+        return (*tensors.on_current_stream(), *lengths)
 
     def _make_varlen_arguments(self, device):
         rows, keys = [b.rows for b in self.blocks], [b.keys for b in self.blocks]
         cu_seqlens_q = [*(b.row - self.row for b in self.blocks), self.rows]
         cu_seqlens_k = [*(b.key - self.key for b in self.blocks), self.keys]
         lists = (cu_seqlens_q, cu_seqlens_k, rows, keys)
-        tensors = (to_device(torch.tensor(v, dtype=torch.int32), device) for v in lists)
-        return (*tensors, _largest_step(cu_seqlens_q), _largest_step(cu_seqlens_k))
+        tensors = Kept([torch.tensor(numbers, dtype=torch.int32) for numbers in lists], device)
+        return tensors, (_largest_step(cu_seqlens_q), _largest_step(cu_seqlens_k))
 
 
 def _largest_step(cu_seqlens):
@@ -87,6 +88,35 @@ def to_device(tensor, device):
         if device.type != "cuda":
             return tensor.clone()
         return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Kept:
+    """Tensors copied to a device once, and used from any of its streams.
+
+    torch leaves it to users to order the streams on which they use one tensor. Of these they know
+    nothing, and one sharding may well serve layers on several streams: so another stream than that
+    of the copy waits for it there, on the device, and is made known to the allocator, which would
+    otherwise reuse their memory without regard to it.
+    """
+
+    def __init__(self, tensors, device):
+        self.tensors = tuple(to_device(tensor, device) for tensor in tensors)
+        self.device, self.stream, self.copied = device, None, None
+        if device.type == "cuda":
+            self.stream = torch.cuda.current_stream(device)
+            self.copied = self.stream.record_event()
+
+    def on_current_stream(self):
+        if self.stream is not None:
+            current = torch.cuda.current_stream(self.device)
+            if current != self.stream:
+                # The capture of a graph may wait for nothing outside it. It begins with a
+                # synchronisation, after which what was copied before is there.
+                if not torch.cuda.is_current_stream_capturing():
+                    current.wait_event(self.copied)
+                for tensor in self.tensors:
+                    tensor.record_stream(current)
+        return self.tensors
 
 
 def calls(placement_q, rank_q, placement_k, rank_k, window, dense):

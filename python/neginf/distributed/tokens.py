@@ -5,7 +5,7 @@
 
 import torch
 
-from neginf.distributed.calls import to_device
+from neginf.distributed.calls import Kept
 from neginf.distributed.communication import all_gather, reduce_scatter
 
 
@@ -55,8 +55,9 @@ def rows_of_rank(sharding, device):
     if key not in sharding.kept:
         segments = sharding.placement.segments(sharding.rank)
         rows = chain(sharding.placement.tokens(segment) for segment in segments)
-        sharding.kept[key] = to_device(rows, device)
-    return sharding.kept[key]
+        sharding.kept[key] = Kept([rows], device)
+    (rows,) = sharding.kept[key].on_current_stream()
+    return rows
 
 
 def _rows_of_all(sharding, device):
@@ -73,8 +74,8 @@ def _rows_of_all(sharding, device):
         ranks = torch.tensor([rank for _, rank, _ in placed], dtype=torch.int64)
         rows = chain(range(s.offset, s.offset + s.length) for *_, s in placed)
         indices = ranks.repeat_interleave(lengths), rows
-        sharding.kept[key] = tuple(to_device(index, device) for index in indices)
-    return sharding.kept[key]
+        sharding.kept[key] = Kept(indices, device)
+    return sharding.kept[key].on_current_stream()
 
 
 def chain(ranges):
