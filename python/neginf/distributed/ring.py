@@ -168,7 +168,11 @@ def _passed_on(block, group, steps):
     for step in range(steps):
         transfer = None
         if step + 1 < steps:
-            reader = step + 1 - BUFFERS  # the step that used this buffer, if it is not the first
+            # The step that used this buffer, if it is not the first. It was sent on in that step,
+            # too. That this has ended before the buffer is overwritten takes no event:
+            # batch_isend_irecv runs in order, on one stream of NCCL for each group, and with gloo
+            # wait() returns after it.
+            reader = step + 1 - BUFFERS
             with starts.after(used[reader] if reader > 0 else None):
                 transfer = Transfer(block, buffers[step % BUFFERS], 1, group)
         yield block
