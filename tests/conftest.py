@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import neginf
-from targets import NO_GPU, TARGETS_KEY, targets
+from targets import FEW_GPUS, NO_GPU, TARGETS_KEY, targets
 
 COMMON = {
     "deadline": None,
@@ -51,6 +51,7 @@ def same_numbers_every_time():
 
 def pytest_terminal_summary(terminalreporter):
     skipped = terminalreporter.stats.get("skipped", [])
-    count = sum(NO_GPU in str(report.longrepr) for report in skipped)
-    if count:
-        terminalreporter.write_line(f"{count} GPU tests skipped: {NO_GPU}")
+    for reason in (NO_GPU, FEW_GPUS):
+        count = sum(reason in str(report.longrepr) for report in skipped)
+        if count:
+            terminalreporter.write_line(f"{count} GPU tests skipped: {reason}")

@@ -9,6 +9,7 @@ import neginf
 from neginf import _C
 
 NO_GPU = "this machine has no GPU"
+FEW_GPUS = "this machine has fewer than two GPUs"
 TARGETS_KEY = "targets"
 DTYPES = {
     "float64": torch.float64,

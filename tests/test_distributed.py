@@ -27,15 +27,21 @@ from problems import (
     poisoned_allocations,
 )
 from ranks import Ranks
+from targets import FEW_GPUS
 
 NEG_INF = float("-inf")
 ATTENTION = {"ring": ring_attention, "all_gather": all_gather_attention}
-FEW_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+TWO_GPUS = pytest.param(
+    ("cuda", 2),
+    marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason=FEW_GPUS),
+    id="cuda-2",
+)
+only_gpus = pytest.mark.parametrize("ranks", [TWO_GPUS], indirect=True)
 
 
 @pytest.fixture(
     scope="module",
-    params=[("cpu", 1), ("cpu", 2), ("cpu", 3), pytest.param(("cuda", 2), marks=FEW_GPUS)],
+    params=[("cpu", 1), ("cpu", 2), ("cpu", 3), TWO_GPUS],
     ids=lambda p: f"{p[0]}-{p[1]}",
 )
 def ranks(request, tmp_path_factory):
@@ -671,15 +677,13 @@ def on_two_streams():
     assert torch.equal(got, expected)
 
 
+@only_gpus
 def test_streams(ranks):
-    if ranks.device != "cuda":
-        pytest.skip("only GPUs have streams")
     ranks.run(on_two_streams)
 
 
+@only_gpus
 @pytest.mark.parametrize("lengths", [70, [40, 0, 31]], ids=["dense", "packed"])
 @pytest.mark.parametrize("method", ATTENTION)
 def test_no_sync(ranks, method, lengths):
-    if ranks.device != "cuda":
-        pytest.skip("only GPUs are waited for")
     ranks.run(without_a_sync, method, lengths)
