@@ -8,6 +8,8 @@ GB/s of what must be moved (states, their lse, the result), that of torch's copy
 random states, none of them empty since the payload of an empty one is not read; results are checked
 against the formula on the measured data.
 --backward measures the gradient: states and dout are read, the states' gradients written.
+--listed gives our side a list of states, each in memory of its own, as merge_states takes them;
+results then have the dtype of the states.
 """
 
 from importlib.util import find_spec
@@ -60,6 +62,21 @@ def neginf_combine(out, lse, out_dtype):
     return lambda: neginf.flash_attn_combine(out, lse, out_dtype=out_dtype)[0]
 
 
+def neginf_merge(out, lse, out_dtype):
+    need_dtype_of_states(out, out_dtype)
+    outs, lses = listed(out), listed(lse)
+    return lambda: neginf.merge_states(outs, lses)[0]
+
+
+def listed(states):
+    return [state.clone() for state in states]
+
+
+def need_dtype_of_states(out, out_dtype):
+    if out_dtype != out.dtype:
+        raise ValueError("the result has the dtype of the states")
+
+
 def fa3_combine(out, lse, out_dtype):
     from flash_attn_interface import flash_attn_combine
 
@@ -70,8 +87,7 @@ def fa3_combine(out, lse, out_dtype):
 def flashinfer_combine(out, lse, out_dtype):
     from flashinfer import merge_states
 
-    if out_dtype != out.dtype:
-        raise ValueError("the result has the dtype of the states")
+    need_dtype_of_states(out, out_dtype)
     states = out[:, 0].transpose(0, 1).contiguous()  # (rows, splits, heads, head_dim)
     log2 = (lse[:, 0] * 1.4426950408889634).permute(2, 0, 1).contiguous()
     return lambda: merge_states(states, log2)[0].unsqueeze(0)
@@ -95,10 +111,26 @@ def prepare_backward(out, lse, out_dtype):
     return lambda: torch.autograd.grad(result, leaves, dout, retain_graph=True)
 
 
-def measure(case, rows, heads, backward, rounds, copy):
+def prepare_backward_of_list(out, lse, out_dtype):
+    need_dtype_of_states(out, out_dtype)
+    leaves = [state.requires_grad_() for state in listed(out.detach()) + listed(lse.detach())]
+    result = neginf.merge_states(leaves[: len(out)], leaves[len(out) :])[0]
+    dout = torch.randn_like(result)
+    return lambda: torch.autograd.grad(result, leaves, dout, retain_graph=True)
+
+
+def backends_of(backward, is_listed):
+    if backward:
+        return {bench.OURS: prepare_backward_of_list if is_listed else prepare_backward}
+    backends = installed_backends()
+    return {**backends, bench.OURS: neginf_merge} if is_listed else backends
+
+
+def measure(case, options, copy):
     splits, head_dim, dtype, out_dtype = case
+    rows, heads = options.rows, options.heads
     out, lse = states(splits, rows, heads, head_dim, dtype, empty=0.0)
-    backends = {bench.OURS: prepare_backward} if backward else installed_backends()
+    backends = backends_of(options.backward, options.listed)
     graphs, reasons, results = {}, {}, {}
     for name, prepare in backends.items():
         captured, reason = bench.attempt(
@@ -108,11 +140,11 @@ def measure(case, rows, heads, backward, rounds, copy):
             reasons[name] = reason
         else:
             graphs[name], results[name] = captured, captured.result
-    if not backward:
+    if not options.backward:
         formula = {"the formula": merged(out, lse), **results}
         bench.check_agreement({n: {"out": x} for n, x in formula.items()}, tolerance=1e-2)
-    ms = bench.interleaved_ms({**graphs, ROOF: copy[0]}, rounds)
-    moved = traffic(splits, rows, heads, head_dim, dtype, out_dtype, backward)
+    ms = bench.interleaved_ms({**graphs, ROOF: copy[0]}, options.rounds)
+    moved = traffic(splits, rows, heads, head_dim, dtype, out_dtype, options.backward)
     columns = {
         "partials": bench.dtype_name(dtype),
         "out": bench.dtype_name(out_dtype),
@@ -144,6 +176,7 @@ def options_of(doc):
         default=[dtype_pair(d) for d in ("float32", "float32:bfloat16", "bfloat16")],
     )
     options.add_argument("--backward", action="store_true")
+    options.add_argument("--listed", action="store_true", help="merge lists of states")
     return options
 
 
@@ -157,12 +190,9 @@ def main():
         for head_dim in options.head_dims:
             for splits in options.splits:
                 case = splits, head_dim, dtype, out_dtype
-                results.append(
-                    measure(
-                        case, options.rows, options.heads, options.backward, options.rounds, copy
-                    )
-                )
-    title = f"combine{', backward' if options.backward else ''}, {options.rows} rows"
+                results.append(measure(case, options, copy))
+    what = ["combine", *(["of lists"] if options.listed else [])]
+    title = f"{' '.join(what)}{', backward' if options.backward else ''}, {options.rows} rows"
     bench.report(options, f"{title} of {options.heads} heads", results, ROOF, "splits", "GB/s")
 
 

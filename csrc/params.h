@@ -125,7 +125,28 @@ struct CombineStrides {
   int64_t head;
 };
 
-// The states that combine merges, row (batch, row, head) of every split into one.
+// States in one tensor, along its first dimension.
+template <typename Real>
+struct StackedStates {
+  const void* out;            // (num_splits, batch, seqlen, num_heads, head_dim)
+  const BasicLse<Real>* lse;  // (num_splits, batch, num_heads, seqlen), any strides
+  CombineStrides out_strides, lse_strides;
+};
+
+// States in tensors of their own.
+template <typename Real>
+struct ListedStates {
+  static constexpr int kMost = 16;  // 1.3 kB of kernel parameters
+
+  struct State {
+    const void* out;                          // (batch, seqlen, num_heads, head_dim)
+    const BasicLse<Real>* lse;                // (batch, num_heads, seqlen), any strides
+    CombineStrides out_strides, lse_strides;  // split unused
+  };
+  State at[kMost];
+};
+
+// What combine merges, row (batch, row, head) of every state into one.
 template <typename Real>
 struct CombineInputs {
   int num_splits;  // >= 0; no state at all gives (0, -inf)
@@ -133,11 +154,10 @@ struct CombineInputs {
   int seqlen;
   int num_heads;
   int head_dim;
-  DType partial_dtype;  // of out_partial; the registry's key is the dtype of out
+  DType partial_dtype;  // of the states' out; the registry's key is the dtype of the merged out
 
-  const void* out_partial;            // (num_splits, batch, seqlen, num_heads, head_dim)
-  const BasicLse<Real>* lse_partial;  // (num_splits, batch, num_heads, seqlen), any strides
-  CombineStrides out_partial_strides, lse_partial_strides;
+  StackedStates<Real> stacked;
+  const ListedStates<Real>* listed;  // on the host; null: they are stacked
 
   CUstream_st* stream;
 };
@@ -151,10 +171,10 @@ struct CombineParams : CombineInputs<Real> {
 
 template <typename Real>
 struct CombineBackwardParams : CombineInputs<Real> {
-  const void* dout;                           // as out, dtype of out; null: zero
-  const Real* dlse;                           // as lse; null: zero
-  void* dout_partial;                         // as out_partial
-  Real* dlse_partial;                         // as lse_partial
+  const void* dout;    // as out, dtype of out; null: zero
+  const Real* dlse;    // as lse; null: zero
+  void* dout_partial;  // stacked, whatever the states are
+  Real* dlse_partial;
   CombineStrides dout_strides, dlse_strides;  // split unused
   CombineStrides dout_partial_strides, dlse_partial_strides;
 };

@@ -206,6 +206,12 @@ def test_combine_formula_is_ours():
     torch.testing.assert_close(bench_combine.merged(out, lse), out_of_ours)
     douts, dlses = bench_combine.prepare_backward(out, lse, torch.float32)()
     assert (douts.shape, dlses.shape) == (out.shape, lse.shape)
+    of_list = bench_combine.neginf_merge(out, lse, torch.float32)()
+    torch.testing.assert_close(of_list, out_of_ours)
+    gradients = bench_combine.prepare_backward_of_list(out, lse, torch.float32)()
+    assert [g.shape for g in gradients] == [out[0].shape] * 5 + [lse[0].shape] * 5
+    with pytest.raises(ValueError, match="the dtype of the states"):
+        bench_combine.neginf_merge(out, lse, torch.bfloat16)
 
 
 def test_combine_traffic():

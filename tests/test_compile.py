@@ -94,6 +94,11 @@ def test_opcheck_combine(target, lead):
     merged = neginf.flash_attn_combine(out, lse)
     opcheck(ops.combine_backward.default, (merged[0], merged[1], out, lse))
     opcheck(ops.combine_backward.default, (None, merged[1], out, lse))
+    listed = ([o.clone().requires_grad_() for o in out], [s.clone().requires_grad_() for s in lse])
+    opcheck(ops.merge.default, (*listed, None))
+    opcheck(ops.merge.default, (*listed, torch.float16))
+    opcheck(ops.merge_backward.default, (merged[0], merged[1], list(out), list(lse)))
+    opcheck(ops.merge_backward.default, (merged[0], None, list(out), list(lse)))
 
 
 def compiled(function, dynamic):
@@ -170,16 +175,17 @@ def test_compile_packed(target, dynamic):
 
 
 @runs_on("combine", "combine_backward", **ONE_DTYPE)
+@pytest.mark.parametrize("count", [3, 17])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_merge(target, dynamic):
+def test_compile_merge(target, dynamic, count):
     def merge(*tensors):
         half = len(tensors) // 2
         return neginf.merge_states(tensors[:half], tensors[half:])
 
     function = compiled(merge, dynamic)
     for length in (7, 130):
-        outs = [torch.randn(2, length, 2, 16).to(target.device, target.dtype) for _ in range(3)]
-        lses = [torch.randn(2, 2, length).to(target.device) for _ in range(3)]
+        outs = [torch.randn(2, length, 2, 16).to(target.device, target.dtype) for _ in range(count)]
+        lses = [torch.randn(2, 2, length).to(target.device) for _ in range(count)]
         check_compiled(function, [*outs, *lses], merge)
 
 

@@ -285,6 +285,36 @@ def test_merge_states():
         neginf.merge_states([out, out.half()], [lse, lse])
     with pytest.raises(TypeError, match="lses"):
         neginf.merge_states([out, out], [lse, lse.double()])
+    with pytest.raises(ValueError, match=r"^lses\[1\]: got \+inf"):
+        neginf.merge_states([out, out], [lse, torch.full_like(lse, INF)])
+    with pytest.raises(ValueError, match=r"^outs\[0\]: got 2 dimensions"):
+        neginf.merge_states([out[0]], [lse])
+    with pytest.raises(ValueError, match=r"^lses\[0\]: got shape \[3, 4\]"):
+        neginf.merge_states([out], [lse.T])
+
+
+def test_the_operator_on_lists_trusts_nobody():
+    out, lse = zeros(3, 4, 8), zeros(4, 3)
+    cases = [
+        (([], [lse], None), ValueError, r"^outs: got 0 states; accepted are 1 to 16"),
+        (([out] * 17, [lse] * 17, None), ValueError, r"^outs: got 17 states"),
+        (([out] * 2, [lse], None), ValueError, r"^lses: got 1 tensors"),
+        (([out, out[:2]], [lse] * 2, None), ValueError, r"^outs\[1\]: got shape"),
+        (([out] * 3, [lse, lse, lse[:2]], None), ValueError, r"^lses\[2\]: got shape"),
+        (([out, out.half()], [lse] * 2, None), TypeError, r"^outs\[1\]: got dtype"),
+        (([out], [lse], torch.float64), TypeError, r"^out_dtype: got dtype"),
+    ]
+    for arguments, error, message in cases:
+        with pytest.raises(error, match=message):
+            torch.ops.neginf.merge(*arguments)
+        outs, lses, out_dtype = arguments
+        if out_dtype is None:
+            with pytest.raises(error, match=message):
+                torch.ops.neginf.merge_backward(None, None, outs, lses)
+    on_meta = out.to("meta")
+    for outs, lses in (([], [on_meta]), ([on_meta], [])):
+        with pytest.raises(ValueError, match=r"^(outs|lses): got"):
+            torch.ops.neginf.merge(outs, lses, None)
 
 
 def test_backend_names():

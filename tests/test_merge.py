@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import judge
 import neginf
@@ -260,6 +261,95 @@ def test_merge_states_equals_combine(target):
             got = neginf.merge_states(outs, lses)
             judge.assert_bits_equal(got[0], expected[0], "out")
             judge.assert_bits_equal(got[1], expected[1], "lse")
+
+
+def assert_sums_equal(got, expected):
+    """Of terms that add up to 64 at most, in another order."""
+    rounding = 4 * 64 * torch.finfo(accumulate(expected.dtype)).eps
+    eps = torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(got, expected, rtol=2 * eps, atol=rounding)
+
+
+def strided(tensor, kind):
+    """The same values in other memory, amid NaN."""
+    if kind == "guarded":
+        return Guarded(tensor.cpu(), tensor.device, 5).view
+    order = {
+        "as it is": range(tensor.dim()),
+        "heads first": [tensor.dim() - 2, *range(tensor.dim() - 2), tensor.dim() - 1],
+        "last dimension first": [tensor.dim() - 1, *range(tensor.dim() - 1)],
+    }[kind]
+    back = [list(order).index(i) for i in range(tensor.dim())]
+    return tensor.permute(*order).contiguous().permute(*back)
+
+
+@runs_on("combine", "combine_backward")
+@pytest.mark.parametrize("lead", [(2, 17), (17,)], ids=str)
+def test_states_of_a_list_have_strides_of_their_own(target, lead):
+    out, lse = states(target, 4, lead, 4, 24)
+    dout, dlse = torch.randn_like(out[0]), torch.randn_like(lse[0])
+    leaves = out.clone().requires_grad_(), lse.clone().requires_grad_()
+    expected = neginf.flash_attn_combine(*leaves)
+    expected_gradients = torch.autograd.grad(expected, leaves, (dout, dlse))
+    kinds = ("guarded", "heads first", "as it is", "last dimension first")
+    for first in range(4):
+        outs = [strided(o, kinds[i - first]).requires_grad_() for i, o in enumerate(out)]
+        lses = [strided(s, kinds[first - i]).requires_grad_() for i, s in enumerate(lse)]
+        with poisoned_allocations():
+            got = neginf.merge_states(outs, lses)
+            gradients = torch.autograd.grad(got, [*outs, *lses], (dout, dlse))
+        for g, e, what in zip(got, expected, ("out", "lse"), strict=True):
+            judge.assert_bits_equal(g.detach(), e.detach(), what)
+        judge.assert_bits_equal(torch.stack(gradients[:4]), expected_gradients[0], "douts")
+        # How lanes share the columns of a dot product depends on alignment.
+        assert_sums_equal(torch.stack(gradients[4:]), expected_gradients[1])
+
+
+@runs_on("combine", "combine_backward")
+@pytest.mark.parametrize("count", [1, 16, 17, 40])
+def test_long_lists(target, count):
+    out, lse = states(target, count, (2, 9), 3, 40, empty=0.6)
+    lse[..., 0] = NEG_INF
+    outs = [o.clone().requires_grad_() for o in out]
+    lses = [s.clone().requires_grad_() for s in lse]
+    with poisoned_allocations():
+        got = neginf.merge_states(outs, lses)
+        dout, dlse = torch.randn_like(got[0]), torch.randn_like(got[1])
+        gradients = torch.autograd.grad(got, [*outs, *lses], (dout, dlse))
+    check([t.detach() for t in got], out, lse, sum_size=8 * judge.largest(out))
+    leaves = out.clone().requires_grad_(), lse.clone().requires_grad_()
+    stacked = neginf.flash_attn_combine(*leaves)
+    expected = torch.autograd.grad(stacked, leaves, (dout, dlse))
+    for g, e in zip((gradients[:count], gradients[count:]), expected, strict=True):
+        g = torch.stack(g)
+        assert_sums_equal(g, e)
+        assert torch.equal(g == 0, e == 0)
+
+
+class Operators(TorchDispatchMode):
+    """The names of all operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_lists_are_not_copied():
+    outs = [torch.randn(5, 2, 8 + i)[..., :8].requires_grad_() for i in range(3)]
+    lses = [torch.randn(5, 2).T.requires_grad_() for _ in range(3)]
+    with Operators() as operators:
+        merged = neginf.merge_states(outs, lses)
+    assert operators.names == ["neginf::merge"]
+    ones = [torch.ones_like(t) for t in merged]
+    with Operators() as operators:
+        torch.autograd.grad(merged, [*outs, *lses], ones)
+    assert [n for n in operators.names if n not in ("aten::detach", "aten::unbind.int")] == [
+        "neginf::merge_backward"
+    ]
 
 
 @runs_on("combine")

@@ -13,31 +13,31 @@ namespace {
 constexpr int kBlocksPerMultiprocessor = 3;
 
 // The tensors of one row.
-template <typename Partial, typename Out, int kVector>
+template <typename Partial, typename Out, int kVector, typename States>
 struct BackwardRow {
   const Out* dout;  // null: zero
-  const Partial* out_partial;
+  RowStates<Partial, States> states;
   Partial* dout_partial;
   const CombineBackwardParams<float>& params;
   bool exists;
 
   // For the states from `state` on, `count` of them, whose shares the lanes from first_lane on
   // hold: the dots dO . O_s over the lane's columns. Writes their dO_s.
-  __device__ void run(float (&dots)[kStatesInFlight], int64_t state, int count,
-                      const HeldStates::Shares& shares, int first_lane,
-                      const LaneGroup& group) const {
+  __device__ void run(float (&dots)[kStatesInFlight], int state, int count, const Shares& shares,
+                      int first_lane, const LaneGroup& group) const {
     MergeShare<float> share[kStatesInFlight];
 #pragma unroll
     for (int i = 0; i < kStatesInFlight; ++i) share[i] = shares.of(first_lane + i);
     for (int column = group.lane * kVector; exists && column < params.head_dim;
          column += group.lanes * kVector) {
-      const Partial* from = out_partial + state * params.out_partial_strides.split + column;
       Partial* to = dout_partial + state * params.dout_partial_strides.split + column;
       Bits<Partial, kVector> loaded[kStatesInFlight];
 #pragma unroll
-      for (int i = 0; i < kStatesInFlight; ++i, from += params.out_partial_strides.split) {
+      for (int i = 0; i < kStatesInFlight; ++i) {
         loaded[i] = {};
-        if (dout != nullptr && shares.contributes(first_lane + i)) loaded[i] = load<kVector>(from);
+        if (dout != nullptr && shares.contributes(first_lane + i)) {
+          loaded[i] = load<kVector>(states.out(state + i) + column);
+        }
       }
       float grad[kVector] = {};
       if (dout != nullptr) load_values(grad, dout + column);
@@ -57,18 +57,18 @@ struct BackwardRow {
   }
 };
 
-template <typename Partial, typename Out, int kVector>
+template <typename Partial, typename Out, int kVector, typename States>
 __global__ void __launch_bounds__(kMergeThreads, kBlocksPerMultiprocessor)
     combine_backward_kernel(const __grid_constant__ CombineBackwardParams<float> params,
-                            const MergeGrid grid) {
+                            const __grid_constant__ States all_states, const MergeGrid grid) {
+  using StatesOfRow = RowStates<Partial, States>;
   const LaneGroup group(grid.log2_lanes);
   const LaneGroup holders(grid.log2_holders);
   const RowsOfBlock rows(params, holders.count);
 
-  const MergeRow held_row = rows.row(holders.index);
-  const auto states =
-      HeldStates::of(params.lse_partial + held_row.offset(params.lse_partial_strides),
-                     params.lse_partial_strides.split, params.num_splits, group, holders);
+  const BlockRow held_row = rows.row(holders.index);
+  const auto held = HeldStates<StatesOfRow>::of(StatesOfRow(all_states, held_row),
+                                                params.num_splits, group, holders);
   float* dlse_partial = params.dlse_partial + held_row.offset(params.dlse_partial_strides);
   const auto dlse_of = [&](int s) -> float& {
     return dlse_partial[s * params.dlse_partial_strides.split];
@@ -82,17 +82,17 @@ __global__ void __launch_bounds__(kMergeThreads, kBlocksPerMultiprocessor)
   float dout_out = 0.f;  // dO . O of the lane's row
 #pragma unroll 1
   for (int base = 0; base < params.num_splits; base += holders.lanes) {
-    const auto shares = states.shares(base, params.num_splits);
+    const auto shares = held.shares(base, params.num_splits);
     const int count = min(holders.lanes, params.num_splits - base);
     float dot_of_lane = 0.f;
 #pragma unroll 1
     for (int r = 0; r < grid.rows_per_group(); ++r) {
-      const MergeRow row = rows.row(group.index * grid.rows_per_group() + r);
-      const BackwardRow<Partial, Out, kVector> work{
+      const BlockRow row = rows.row(group.index * grid.rows_per_group() + r);
+      const BackwardRow<Partial, Out, kVector, States> work{
           params.dout == nullptr
               ? nullptr
               : static_cast<const Out*>(params.dout) + row.offset(params.dout_strides),
-          static_cast<const Partial*>(params.out_partial) + row.offset(params.out_partial_strides),
+          StatesOfRow(all_states, row),
           static_cast<Partial*>(params.dout_partial) + row.offset(params.dout_partial_strides),
           params, row.exists};
 #pragma unroll 1
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kMergeThreads, kBlocksPerMultiprocessor)
 
 #pragma unroll 1
   for (int base = 0; base < params.num_splits; base += holders.lanes) {
-    const auto share = states.shares(base, params.num_splits).mine();
+    const auto share = held.shares(base, params.num_splits).mine();
     const int s = base + holders.lane;
     if (held_row.exists && s < params.num_splits) {
       dlse_of(s) = share.weighted(dlse_of(s) - dout_out + dlse);
@@ -122,12 +122,12 @@ __global__ void __launch_bounds__(kMergeThreads, kBlocksPerMultiprocessor)
   }
 }
 
-template <typename Partial, typename Out, int kVector>
-void launch_combine_backward(const CombineBackwardParams<float>& params) {
+template <typename Partial, typename Out, int kVector, typename States>
+void launch_combine_backward(const CombineBackwardParams<float>& params, const States& states) {
   const MergeGrid grid = merge_grid<Partial>(params);
   if (grid.blocks == 0) return;
-  combine_backward_kernel<Partial, Out, kVector>
-      <<<checked_blocks(grid.blocks), kMergeThreads, 0, params.stream>>>(params, grid);
+  combine_backward_kernel<Partial, Out, kVector, States>
+      <<<checked_blocks(grid.blocks), kMergeThreads, 0, params.stream>>>(params, states, grid);
   cuda_check(cudaGetLastError(), "combine_backward");
 }
 
@@ -136,16 +136,18 @@ void run_combine_backward(const CombineBackwardParams<float>& params) {
   dispatch_partial_dtype(params.partial_dtype, [&](auto partial) {
     using Partial = decltype(partial);
     constexpr int kVector = kWide<Partial>;
-    const bool packs =
-        params.head_dim % kVector == 0 &&
-        allows_pack<kVector, Partial>(params.out_partial, params.out_partial_strides) &&
-        allows_pack<kVector, Out>(params.dout, params.dout_strides) &&
-        allows_pack<kVector, Partial>(params.dout_partial, params.dout_partial_strides);
-    if (packs) {
-      launch_combine_backward<Partial, Out, kVector>(params);
-    } else {
-      launch_combine_backward<Partial, Out, 1>(params);
-    }
+    dispatch_states(params, [&](const auto& states) {
+      const bool packs =
+          params.head_dim % kVector == 0 &&
+          allow_pack<kVector, Partial>(states, params.num_splits) &&
+          allows_pack<kVector, Out>(params.dout, params.dout_strides) &&
+          allows_pack<kVector, Partial>(params.dout_partial, params.dout_partial_strides);
+      if (packs) {
+        launch_combine_backward<Partial, Out, kVector>(params, states);
+      } else {
+        launch_combine_backward<Partial, Out, 1>(params, states);
+      }
+    });
   });
 }
 

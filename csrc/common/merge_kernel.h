@@ -20,6 +20,7 @@
 #include "../params.h"
 #include "element.h"
 #include "merge_row.h"
+#include "merge_states.h"
 
 namespace neginf {
 
@@ -116,16 +117,8 @@ class LaneGroup {
   static constexpr unsigned kAllLanes = 0xffffffffu;
 };
 
-// One merged row.
-struct MergeRow {
+struct BlockRow : MergeRow {
   bool exists;  // else the row is the last one, and nothing may be written
-  int batch;
-  int row;
-  int head;
-
-  __device__ int64_t offset(const CombineStrides& strides) const {
-    return batch * strides.batch + row * strides.row + head * strides.head;
-  }
 };
 
 NEGINF_HOST_DEVICE int64_t num_positions(const CombineInputs<float>& params) {
@@ -142,12 +135,13 @@ class RowsOfBlock {
         first_(static_cast<int64_t>(blockIdx.x / static_cast<unsigned>(params.num_heads)) *
                rows_per_block) {}
 
-  __device__ MergeRow row(int i) const {
+  __device__ BlockRow row(int i) const {
     const int64_t last = num_positions(params_) - 1;
     const int64_t position = min(first_ + i, last);
     const int batch = params_.batch == 1 ? 0 : static_cast<int>(position / params_.seqlen);
-    return {first_ + i <= last, batch,
-            static_cast<int>(position - static_cast<int64_t>(batch) * params_.seqlen), head_};
+    return {
+        {batch, static_cast<int>(position - static_cast<int64_t>(batch) * params_.seqlen), head_},
+        first_ + i <= last};
   }
 
  private:
@@ -156,15 +150,34 @@ class RowsOfBlock {
   int64_t first_;
 };
 
+// What some states, one for each lane of a group, are to their merged rows.
+class Shares {
+ public:
+  __device__ Shares(const MergeShare<float>& mine, const LaneGroup& group)
+      : contributing_(group.ballot(mine.contributes)), weight_(mine.weight), group_(group) {}
+
+  __device__ bool contributes(int lane) const { return contributing_ >> lane & 1; }
+  __device__ MergeShare<float> of(int lane) const {
+    return {contributes(lane), group_.from_lane(weight_, lane)};
+  }
+  __device__ MergeShare<float> mine() const { return {contributes(group_.lane), weight_}; }
+
+ private:
+  unsigned contributing_;  // a bit for each lane
+  float weight_;
+  const LaneGroup& group_;
+};
+
 // The states of the rows of a group. Lane i of the group holds states of row i / holders.lanes:
 // i % holders.lanes, and every holders.lanes-th from there if that is too few lanes for a row.
+// StatesOfRow: those of the lane's row.
+template <typename StatesOfRow>
 class HeldStates {
  public:
-  // lse_partial: that of the lane's row.
-  static __device__ HeldStates of(const Lse* lse_partial, int64_t stride, int num_states,
-                                  const LaneGroup& group, const LaneGroup& holders) {
-    const Lse first = holders.lane < num_states ? lse_partial[holders.lane * stride] : Lse::empty();
-    HeldStates states(lse_partial, stride, group, holders, first);
+  static __device__ HeldStates of(const StatesOfRow& row, int num_states, const LaneGroup& group,
+                                  const LaneGroup& holders) {
+    const Lse first = holders.lane < num_states ? row.lse(holders.lane) : Lse::empty();
+    HeldStates states(row, group, holders, first);
     const auto for_each_state = [&](const auto& use) {
     // Mostly one turn: unrolled, the loop would divide to count them.
 #pragma unroll 1
@@ -179,47 +192,22 @@ class HeldStates {
   // Of the lane's row.
   __device__ Lse merged_lse() const { return merged_.lse; }
 
-  // What states base, base + 1, ... (one for each holder) before `end` are to their merged rows.
-  class Shares {
-   public:
-    __device__ Shares(const MergeShare<float>& mine, const LaneGroup& group)
-        : contributing_(group.ballot(mine.contributes)), weight_(mine.weight), group_(group) {}
-
-    __device__ bool contributes(int lane) const { return contributing_ >> lane & 1; }
-    __device__ MergeShare<float> of(int lane) const {
-      return {contributes(lane), group_.from_lane(weight_, lane)};
-    }
-    __device__ MergeShare<float> mine() const { return {contributes(group_.lane), weight_}; }
-
-   private:
-    unsigned contributing_;  // a bit for each lane
-    float weight_;
-    const LaneGroup& group_;
-  };
-
+  // Of states base, base + 1, ... (one for each holder) before `end`.
   __device__ Shares shares(int base, int end) const {
     const int s = base + holders_.lane;
     return {MergeShare<float>::of(s < end ? lse_of(s) : Lse::empty(), merged_), group_};
   }
 
  private:
-  __device__ HeldStates(const Lse* lse_partial, int64_t stride, const LaneGroup& group,
-                        const LaneGroup& holders, Lse first)
-      : lse_partial_(lse_partial),
-        stride_(stride),
-        group_(group),
-        holders_(holders),
-        first_(first),
-        merged_{first, 0.f, 0.f} {}
+  __device__ HeldStates(const StatesOfRow& row, const LaneGroup& group, const LaneGroup& holders,
+                        Lse first)
+      : row_(row), group_(group), holders_(holders), first_(first), merged_{first, 0.f, 0.f} {}
 
   // The first lse of each lane stays in a register: where there is a lane for each state, none is
   // read twice.
-  __device__ Lse lse_of(int s) const {
-    return s == holders_.lane ? first_ : lse_partial_[s * stride_];
-  }
+  __device__ Lse lse_of(int s) const { return s == holders_.lane ? first_ : row_.lse(s); }
 
-  const Lse* lse_partial_;
-  int64_t stride_;
+  StatesOfRow row_;
   const LaneGroup& group_;
   const LaneGroup& holders_;
   Lse first_;
@@ -233,6 +221,17 @@ bool allows_pack(const void* base, const CombineStrides& strides) {
   return reinterpret_cast<std::uintptr_t>(base) % alignof(Pack<Element, kVector>) == 0 &&
          strides.split % kElements == 0 && strides.batch % kElements == 0 &&
          strides.row % kElements == 0 && strides.head % kElements == 0;
+}
+
+template <int kVector, typename Partial>
+bool allow_pack(const StackedStates<float>& states, int) {
+  return allows_pack<kVector, Partial>(states.out, states.out_strides);
+}
+template <int kVector, typename Partial>
+bool allow_pack(const ListedStates<float>& states, int count) {
+  return std::all_of(states.at, states.at + count, [](const auto& state) {
+    return allows_pack<kVector, Partial>(state.out, state.out_strides);
+  });
 }
 
 // How a launch divides the work.

@@ -9,20 +9,11 @@
 #include <vector>
 
 #include "../common/merge_row.h"
+#include "../common/merge_states.h"
 #include "../kernels.h"
 
 namespace neginf {
 namespace {
-
-struct Row {
-  int batch;
-  int row;
-  int head;
-
-  int64_t offset(const CombineStrides& strides, int split = 0) const {
-    return split * strides.split + batch * strides.batch + row * strides.row + head * strides.head;
-  }
-};
 
 template <typename Real, typename Work>
 void for_each_row(const CombineInputs<Real>& params, const Work& work) {
@@ -35,8 +26,8 @@ void for_each_row(const CombineInputs<Real>& params, const Work& work) {
     for (int64_t i = begin; i < end; ++i) {
       const int head = static_cast<int>(i % params.num_heads);
       const int64_t token = i / params.num_heads;
-      work(Row{static_cast<int>(token / params.seqlen), static_cast<int>(token % params.seqlen),
-               head},
+      work(MergeRow{static_cast<int>(token / params.seqlen),
+                    static_cast<int>(token % params.seqlen), head},
            scratch.data());
     }
   });
@@ -52,19 +43,17 @@ void dispatch(DType dtype, const Function& function) {
   }
 }
 
-template <typename Real, typename Partial, typename Out>
-void combine_typed(const CombineParams<Real>& params) {
-  for_each_row(params, [&](Row row, Real* sum) {
-    const auto lse_of = [&](int split) {
-      return params.lse_partial[row.offset(params.lse_partial_strides, split)];
-    };
+template <typename Partial, typename Out, typename Real, typename States>
+void combine_typed(const CombineParams<Real>& params, const States& all_states) {
+  for_each_row(params, [&](MergeRow row, Real* sum) {
+    const RowStates<Partial, States> states(all_states, row);
+    const auto lse_of = [&](int split) { return states.lse(split); };
     const auto merged = merge<Real>(params.num_splits, lse_of);
     std::fill_n(sum, params.head_dim, Real(0));
     for (int split = 0; split < params.num_splits; ++split) {
       const auto share = MergeShare<Real>::of(lse_of(split), merged);
       if (!share.contributes) continue;
-      const Partial* partial = static_cast<const Partial*>(params.out_partial) +
-                               row.offset(params.out_partial_strides, split);
+      const Partial* partial = states.out(split);
       for (int d = 0; d < params.head_dim; ++d) {
         sum[d] += share.weighted(static_cast<Real>(partial[d]));
       }
@@ -75,14 +64,16 @@ void combine_typed(const CombineParams<Real>& params) {
   });
 }
 
-template <typename Real, typename Partial, typename Out>
-void combine_backward_typed(const CombineBackwardParams<Real>& params) {
-  for_each_row(params, [&](Row row, Real* dout) {
-    const auto lse_of = [&](int split) {
-      return params.lse_partial[row.offset(params.lse_partial_strides, split)];
-    };
+template <typename Partial, typename Out, typename Real, typename States>
+void combine_backward_typed(const CombineBackwardParams<Real>& params, const States& all_states) {
+  for_each_row(params, [&](MergeRow row, Real* dout) {
+    const RowStates<Partial, States> states(all_states, row);
+    const auto lse_of = [&](int split) { return states.lse(split); };
+    Partial* dout_partial =
+        static_cast<Partial*>(params.dout_partial) + row.offset(params.dout_partial_strides);
+    Real* dlse_partial = params.dlse_partial + row.offset(params.dlse_partial_strides);
     const auto dlse_of = [&](int split) -> Real& {
-      return params.dlse_partial[row.offset(params.dlse_partial_strides, split)];
+      return dlse_partial[split * params.dlse_partial_strides.split];
     };
     const auto merged = merge<Real>(params.num_splits, lse_of);
     std::fill_n(dout, params.head_dim, Real(0));
@@ -93,17 +84,15 @@ void combine_backward_typed(const CombineBackwardParams<Real>& params) {
     Real dout_out = 0;
     for (int split = 0; split < params.num_splits; ++split) {
       const auto share = MergeShare<Real>::of(lse_of(split), merged);
-      const Partial* partial = static_cast<const Partial*>(params.out_partial) +
-                               row.offset(params.out_partial_strides, split);
-      Partial* dpartial = static_cast<Partial*>(params.dout_partial) +
-                          row.offset(params.dout_partial_strides, split);
-      Real dout_partial = 0;
+      const Partial* partial = states.out(split);
+      Partial* dpartial = dout_partial + split * params.dout_partial_strides.split;
+      Real dout_dot_partial = 0;
       for (int d = 0; d < params.head_dim; ++d) {
-        if (params.dout != nullptr) dout_partial += dout[d] * static_cast<Real>(partial[d]);
+        if (params.dout != nullptr) dout_dot_partial += dout[d] * static_cast<Real>(partial[d]);
         dpartial[d] = static_cast<Partial>(share.weighted(dout[d]));
       }
-      dlse_of(split) = dout_partial;
-      dout_out += share.weighted(dout_partial);
+      dlse_of(split) = dout_dot_partial;
+      dout_out += share.weighted(dout_dot_partial);
     }
     const Real dlse = params.dlse != nullptr ? params.dlse[row.offset(params.dlse_strides)] : 0;
     for (int split = 0; split < params.num_splits; ++split) {
@@ -116,14 +105,18 @@ void combine_backward_typed(const CombineBackwardParams<Real>& params) {
 template <typename Real, typename Out>
 void combine(const CombineParams<Real>& params) {
   dispatch(params.partial_dtype, [&](auto partial) {
-    combine_typed<Real, typename decltype(partial)::type, Out>(params);
+    dispatch_states(params, [&](const auto& states) {
+      combine_typed<typename decltype(partial)::type, Out>(params, states);
+    });
   });
 }
 
 template <typename Real, typename Out>
 void combine_backward(const CombineBackwardParams<Real>& params) {
   dispatch(params.partial_dtype, [&](auto partial) {
-    combine_backward_typed<Real, typename decltype(partial)::type, Out>(params);
+    dispatch_states(params, [&](const auto& states) {
+      combine_backward_typed<typename decltype(partial)::type, Out>(params, states);
+    });
   });
 }
 

@@ -20,6 +20,10 @@ TORCH_LIBRARY(neginf, m) {
   m.def(
       "combine_backward(Tensor? dout, Tensor? dlse, Tensor out_partial, Tensor lse_partial) "
       "-> (Tensor dout_partial, Tensor dlse_partial)");
+  m.def("merge(Tensor[] outs, Tensor[] lses, ScalarType? out_dtype) -> (Tensor out, Tensor lse)");
+  m.def(
+      "merge_backward(Tensor? dout, Tensor? dlse, Tensor[] outs, Tensor[] lses) "
+      "-> (Tensor douts, Tensor dlses)");
 }
 
 PYBIND11_MODULE(_C, m) {
@@ -35,6 +39,7 @@ PYBIND11_MODULE(_C, m) {
       },
       "Every kernel in this build as (operation, arch, dtype, largest head_dim).");
   m.attr("ANY_HEAD_DIM") = neginf::kAnyHeadDim;
+  m.attr("MAX_LISTED_STATES") = neginf::ListedStates<float>::kMost;
   m.def("set_backend", &neginf::set_backend, pybind11::arg("backend").none(true),
         "Forces one back-end for the process; None returns to the automatic choice.");
   m.def("get_backend", &neginf::get_backend, "The forced back-end, or None.");

@@ -59,16 +59,16 @@ def merge_states(outs, lses):
         outs: sequence of (batch, seqlen, heads, head_dim) or (total, heads, head_dim) tensors of
             one shape and dtype; any strides.
         lses: sequence, as long, of (batch, heads, seqlen) or (heads, total) tensors, float32
-            (float64 with float64), natural logarithm.
+            (float64 with float64), natural logarithm; any strides.
 
     Returns:
         (out, lse) of the shapes and dtypes of the states. Differentiable in every out and lse.
+        States are read where they are, and copied only where the last dimension of an out is
+        strided. More than 16 are merged by sixteens, whose results are float32 (float64).
 
     Raises:
         ValueError: no state at all, sequences of different length, shapes or devices that differ.
         TypeError: something that is no tensor, or a dtype that is not accepted.
-        What is wrong with the states as such is said of ``out_partial`` and ``lse_partial``, which
-        are the outs and lses stacked.
     """
     outs, lses = list(outs), list(lses)
     if not outs:
@@ -80,7 +80,18 @@ def merge_states(outs, lses):
     for name, tensors in (("outs", outs), ("lses", lses)):
         for i, tensor in enumerate(tensors):
             check_same_kind(f"{name}[{i}]", tensor, f"{name}[0]", tensors[0])
-    return ops.combine(torch.stack(outs), torch.stack(lses), None)
+    return _merge_lists(outs, lses)
+
+
+def _merge_lists(outs, lses, out_dtype=None):
+    most = ops.MAX_LISTED_STATES
+    if len(outs) <= most:
+        return ops.merge(outs, lses, out_dtype)
+    parts = [
+        ops.merge(outs[i : i + most], lses[i : i + most], lses[0].dtype)
+        for i in range(0, len(outs), most)
+    ]
+    return _merge_lists(*map(list, zip(*parts, strict=True)), out_dtype or outs[0].dtype)
 
 
 def merge_state(out_a, lse_a, out_b, lse_b):

@@ -7,11 +7,20 @@ Python, so nothing here costs time per call.
 
 import torch
 
-from neginf._C import build_info
+from neginf._C import MAX_LISTED_STATES, build_info
 
 forward = torch.ops.neginf.forward.default
 backward = torch.ops.neginf.backward.default
 combine = torch.ops.neginf.combine.default
 combine_out = torch.ops.neginf.combine_out.default
+merge = torch.ops.neginf.merge.default
 
-__all__ = ["backward", "build_info", "combine", "combine_out", "forward"]
+__all__ = [
+    "MAX_LISTED_STATES",
+    "backward",
+    "build_info",
+    "combine",
+    "combine_out",
+    "forward",
+    "merge",
+]
