@@ -40,6 +40,7 @@ NVCC_FLAGS = [
     "-std=c++20",
     "-DNDEBUG",
     "--expt-relaxed-constexpr",
+    "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",  # m64nNk16 for every N
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra",
     "--resource-usage",
     f"-I{CSRC}",

@@ -99,24 +99,41 @@ struct Finalized {
   }
 };
 
+// 1 / x and ln x of a sum of exponentials, which is far from the ends of the range: on a GPU
+// without what a division and a logarithm do for those. ln is off by 2^-21 at most, as much as the
+// sum is.
+template <typename Real>
+NEGINF_HOST_DEVICE Real reciprocal_of_sum(Real x) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(Real) == sizeof(float)) return __fdividef(1.f, x);
+#endif
+  return Real(1) / x;
+}
+template <typename Real>
+NEGINF_HOST_DEVICE Real log_of_sum(Real x) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(Real) == sizeof(float)) return __logf(x);
+#endif
+  return std::log(x);
+}
+
 // Ends the online softmax of one row. row_max and row_sum are over the raw scores r_j with
 // s_j = r_j * scale:  row_sum = sum_j exp(s_j - softmax_shift(row_max) * scale).
 // With scale = 1 and r_j = L_j it ends the merge of several states.
 template <typename Real>
 NEGINF_HOST_DEVICE Finalized<Real> finalize(Real row_max, Real row_sum, Real scale) {
-  using std::log;
+  constexpr Real infinity = std::numeric_limits<Real>::infinity();
+  constexpr Real nan = std::numeric_limits<Real>::quiet_NaN();
   const Real scaled_max = row_max * scale;
   const bool sum_is_nan = row_sum != row_sum;
   // A maximum that is -inf only after scaling means that every score is -inf: no visible weight.
-  if (row_sum == Real(0) || (is_masked(scaled_max) && !sum_is_nan)) {
-    return {BasicLse<Real>::empty(), Real(0), false};
-  }
-  constexpr Real infinity = std::numeric_limits<Real>::infinity();
-  if (sum_is_nan || scaled_max == infinity) {
-    constexpr Real nan = std::numeric_limits<Real>::quiet_NaN();
-    return {BasicLse<Real>(nan), nan, true};
-  }
-  return {BasicLse<Real>(scaled_max + log(row_sum)), Real(1) / row_sum, true};
+  const bool is_empty = row_sum == Real(0) || (is_masked(scaled_max) && !sum_is_nan);
+  const bool is_nan = sum_is_nan || scaled_max == infinity;
+  // Selected, not branched to: kernels end several rows at a time.
+  const Real lse = is_nan ? nan : scaled_max + log_of_sum(row_sum);
+  const Real to_output = is_nan ? nan : reciprocal_of_sum(row_sum);
+  return {is_empty ? BasicLse<Real>::empty() : BasicLse<Real>(lse), is_empty ? Real(0) : to_output,
+          !is_empty};
 }
 
 // The merge of several states over disjoint keys: O = sum_s weight_of(L_s) * O_s.

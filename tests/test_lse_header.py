@@ -146,8 +146,8 @@ PAIRS = {
         "BackwardParams<float> p{}; p.lse = lses; p.lse[0] = lse;",
     ),
     "combine_params_take_lse": (
-        "CombineParams<float> p{}; p.lse_partial = lses;",
-        "CombineParams<float> p{}; p.lse_partial = floats;",
+        "CombineParams<float> p{}; p.stacked.lse = lses;",
+        "CombineParams<float> p{}; p.stacked.lse = floats;",
     ),
 }
 

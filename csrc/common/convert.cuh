@@ -19,6 +19,19 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return packed;
 }
 
+// Back to two numbers.
+template <typename Element>
+__device__ __forceinline__ float2 unpack(uint32_t packed) {
+  if constexpr (std::is_same_v<Element, cutlass::half_t>) {
+    float2 both;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(both.x) : "h"(static_cast<uint16_t>(packed)));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(both.y) : "h"(static_cast<uint16_t>(packed >> 16)));
+    return both;
+  } else {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+  }
+}
+
 template <typename Element, class Fragment>
 __device__ __forceinline__ auto convert(const Fragment& from) {
   using namespace cute;

@@ -2,7 +2,9 @@
 // accumulators and their coordinates seen as (rows, columns).
 #pragma once
 
+#include <array>
 #include <cute/tensor.hpp>
+#include <utility>
 
 #include "../params.h"
 #include "forward_work.h"
@@ -10,35 +12,87 @@
 
 namespace neginf {
 
+// Where the Lse of a tile's rows go, and what sinks they meet.
+struct RowEndings {
+  Lse* lse;           // of position 0 of the sequence and head 0
+  const float* sink;  // of head 0; null: none
+
+  static __device__ RowEndings of(const ForwardParams<float>& params, const ForwardWork& work) {
+    Lse* lse = params.num_splits > 1
+                   ? params.lse_partial + work.split * params.lse_partial_split_stride
+                   : params.lse;
+    return {lse + work.tile.index * params.lse_strides.batch + work.tile.sequence.first_row,
+            work.split == 0 ? params.problem.sink : nullptr};
+  }
+};
+
+// What O is made of.
+template <int kRows>
+struct RowScales {
+  float scale[kRows];  // O = accumulated * scale
+  bool sees_keys[kRows];
+};
+
 // Ends the softmax of every row, whether or not it saw a key, belongs to a sequence or holds a
-// sink: writes the Lse of those that lie in the buffer and turns the accumulated rows into O.
-template <class Softmax, class Output, class Coordinates>
-__device__ __forceinline__ void finish_rows(const ForwardParams<float>& params,
-                                            const ForwardWork& work, const Softmax& softmax,
-                                            Output& output, const Coordinates& coordinates) {
+// sink, and writes the Lse of those that lie in the buffer. Needs nothing of O: it can run while
+// the last product does.
+template <int kRows, class Coordinates>
+__device__ __forceinline__ RowScales<kRows> end_softmax(const ForwardParams<float>& params,
+                                                        const ForwardWork& work,
+                                                        const RowEndings& endings,
+                                                        const OnlineSoftmax<kRows>& softmax,
+                                                        const Coordinates& coordinates) {
   using namespace cute;
   const Sequence& sequence = work.tile.sequence;
-  const float* sink = work.split == 0 ? params.problem.sink : nullptr;
-  Lse* lse = params.num_splits > 1
-                 ? params.lse_partial + work.split * params.lse_partial_split_stride
-                 : params.lse;
-  lse += work.tile.index * params.lse_strides.batch + sequence.first_row;
-
+  ForwardWork::Row rows[kRows];
+  bool in_use[kRows];
+  float row_sums[kRows];
   CUTE_UNROLL
-  for (int r = 0; r < size<0>(output); ++r) {
-    const ForwardWork::Row row = work.row(get<0>(coordinates(r, 0)));
-    const bool in_use = row.exists && row.position < sequence.length;
-    Finalized<float> finalized = softmax.finish(r, in_use);
-    if (sink != nullptr && in_use) finalized = merge_sink(finalized, sink[row.head]);
-
-    const bool first_of_quad = get<1>(coordinates(r, 0)) == 0;
-    if (first_of_quad && row.exists && row.position < sequence.rows) {
-      lse[row.head * params.lse_strides.head + row.position] = finalized.lse;
+  for (int r = 0; r < kRows; ++r) {
+    rows[r] = work.row(get<0>(coordinates(r, 0)));
+    in_use[r] = rows[r].exists && rows[r].position < sequence.length;
+    row_sums[r] = softmax.row_sum(r);
+  }
+  // All rows before the first branch, so that their latencies overlap.
+  auto finalized = [&]<int... r>(std::integer_sequence<int, r...>) {
+    return std::array{softmax.finish(r, in_use[r] ? row_sums[r] : 0.f)...};
+  }(std::make_integer_sequence<int, kRows>{});
+  if (endings.sink != nullptr) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      if (in_use[r]) finalized[r] = merge_sink(finalized[r], endings.sink[rows[r].head]);
     }
-    multiply_row(output, r, finalized.scale);
-    if (!finalized.sees_keys) {  // rarely; 0 times what has been accumulated may be NaN
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(output); ++c) output(r, c) = 0.f;
+  }
+  RowScales<kRows> scales;
+  CUTE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    const bool first_of_quad = get<1>(coordinates(r, 0)) == 0;
+    if (first_of_quad && rows[r].exists && rows[r].position < sequence.rows) {
+      endings.lse[rows[r].head * params.lse_strides.head + rows[r].position] = finalized[r].lse;
+    }
+    scales.scale[r] = finalized[r].scale;
+    scales.sees_keys[r] = finalized[r].sees_keys;
+  }
+  return scales;
+}
+
+// Turns the accumulated rows into O.
+template <int kRows, class Output>
+__device__ __forceinline__ void end_output(const RowScales<kRows>& scales, Output& output) {
+  using namespace cute;
+  bool any_empty = false;
+  CUTE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    multiply_row(output, r, scales.scale[r]);
+    any_empty |= !scales.sees_keys[r];
+  }
+  // Rarely; 0 times what has been accumulated may be NaN.
+  if (!__any_sync(0xffffffffu, any_empty)) return;
+  CUTE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(output); ++c) {
+      output(r, c) = scales.sees_keys[r] ? output(r, c) : 0.f;
     }
   }
 }

@@ -118,6 +118,10 @@ __device__ __forceinline__ void multiply_row(Tensor& tensor, int r, float factor
 template <int kRows>
 class OnlineSoftmax {
  public:
+  struct RowValues {
+    float of_row[kRows];
+  };
+
   __device__ explicit OnlineSoftmax(float scale) : scale_(scale), scale_log2_(scale * kLog2e) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -127,39 +131,50 @@ class OnlineSoftmax {
     if constexpr (kKeepsOffsets) offsets_ = offsets_of_maximum();
   }
 
-  // First half of a step: makes the running maximum of every row fit the scores of one more tile of
-  // keys. A maximum that is less than 2^kSlack too small stays: probabilities up to that size do no
-  // harm, and after the first tiles hardly any row needs the exchange with its quad and the pass
-  // over O. Returns whether a row of the warp has a new maximum; then rescale(r, factor) has been
-  // called for each row, and what has been accumulated for it must be multiplied by the factor.
-  template <class Scores, class Rescale>
-  __device__ __forceinline__ bool raise_maximum(const Scores& scores, const Rescale& rescale) {
-    float tile_max[kRows];
+  // First part of a step: this thread's share of the maxima of one more tile of keys.
+  template <class Scores>
+  static __device__ __forceinline__ RowValues maxima(const Scores& scores) {
+    RowValues max;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      max.of_row[r] = scores(r, 0);
+      CUTE_UNROLL
+      for (int c = 1; c < size<1>(scores); ++c)
+        max.of_row[r] = running_max(max.of_row[r], scores(r, c));
+    }
+    return max;
+  }
+
+  // Whether the running maximum of a row of the warp is too small for them: one that is less than
+  // 2^kSlack too small may stay, as probabilities up to that size do no harm. After the first tiles
+  // hardly any row needs the exchange with its quad and the pass over O.
+  __device__ __forceinline__ bool outgrown_by(const RowValues& tile_max) const {
     bool outgrown = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      tile_max[r] = scores(r, 0);
-      CUTE_UNROLL
-      for (int c = 1; c < size<1>(scores); ++c)
-        tile_max[r] = running_max(tile_max[r], scores(r, c));
       // From -inf to anything is a growth of inf; -inf to -inf is NaN, and so is inf to inf: none.
-      outgrown |= (tile_max[r] - row_max_[r]) * scale_log2_ > kSlack;
+      outgrown |= (tile_max.of_row[r] - row_max_[r]) * scale_log2_ > kSlack;
     }
-    if (!__any_sync(0xffffffffu, outgrown)) return false;
+    return __any_sync(0xffffffffu, outgrown);
+  }
 
+  // Second part, needed only then: raises the running maxima. What has been accumulated for a row
+  // must be multiplied by the factor with which rescale(r, factor) is called.
+  template <class Rescale>
+  __device__ __forceinline__ void raise_maximum(const RowValues& tile_max, const Rescale& rescale) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const float raised = running_max(row_max_[r], reduce_quad(tile_max[r], running_max<float>));
+      const float raised =
+          running_max(row_max_[r], reduce_quad(tile_max.of_row[r], running_max<float>));
       const float factor = exp2_approx((row_max_[r] - softmax_shift(raised)) * scale_log2_);
       row_max_[r] = raised;
       row_sum_[r] *= factor;
       rescale(r, factor);
     }
     if constexpr (kKeepsOffsets) offsets_ = offsets_of_maximum();
-    return true;
   }
 
-  // Second half: the scores become probabilities relative to the running maximum.
+  // Third part: the scores become probabilities relative to the running maximum.
   template <class Scores>
   __device__ __forceinline__ void exponentiate(Scores& scores) {
     float factor = scale_log2_;
@@ -186,11 +201,14 @@ class OnlineSoftmax {
     }
   }
 
-  // Every thread of the quad must call it. A row that is not in use ends as an empty one, whatever
-  // it has met.
-  __device__ Finalized<float> finish(int r, bool in_use) const {
-    const float row_sum = reduce_quad(row_sum_[r], [](float a, float b) { return a + b; });
-    return finalize(row_max_[r], in_use ? row_sum : 0.f, scale_);
+  // Every thread of the quad must call it.
+  __device__ float row_sum(int r) const {
+    return reduce_quad(row_sum_[r], [](float a, float b) { return a + b; });
+  }
+
+  // With a sum of 0 the row ends as an empty one, whatever it has met.
+  __device__ Finalized<float> finish(int r, float row_sum) const {
+    return finalize(row_max_[r], row_sum, scale_);
   }
 
  private:

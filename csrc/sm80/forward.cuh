@@ -293,7 +293,10 @@ __device__ __forceinline__ void mainloop(const ForwardParams<float>& params, con
       }
       if constexpr (masked) apply_mask(scores, work.mask, row_of, key_of);
     }
-    softmax.raise_maximum(scores, [&](int r, float factor) { multiply_row(output, r, factor); });
+    const auto maxima = softmax.maxima(scores);
+    if (softmax.outgrown_by(maxima)) {
+      softmax.raise_maximum(maxima, [&](int r, float factor) { multiply_row(output, r, factor); });
+    }
 
     tile = tiles.after(tile);
     // V(t) is there, and all warps are past S(t).
@@ -398,7 +401,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   Tensor output = make_tensor(tOrO.data(), rows_and_columns(tOrO.layout()));
   Tensor tOcO = mma.get_slice(thread_index_again()).partition_C(make_identity_tensor(OutputTile{}));
   Tensor coordinates = make_tensor(tOcO.data(), rows_and_columns(tOcO.layout()));
-  finish_rows(params, work, softmax, output, coordinates);
+  end_output(end_softmax(params, work, RowEndings::of(params, work), softmax, coordinates), output);
   if (params.num_splits > 1) {
     store_partial(params, work, output, coordinates);
   } else {

@@ -3,29 +3,29 @@
 // A CTA works on one tile of kBlockM query rows after the other (schedule.h) and on their keys by
 // tiles of kBlockN. A scheduler thread says what the next tile of rows is, a loader thread fetches
 // its Q, K and V, and consumer warpgroups multiply. Each of these owns 64 of the rows from S to O,
-// so that the softmax needs no exchange beyond a quad.
+// so that the softmax needs no exchange beyond a quad, and passes over the key tiles that only the
+// others' rows see.
 //
 // clang-format off
-//   scheduler    work(0)   work(1)   ...                          full: it has been written or loaded
-//   loader       K(0) Q | K(1) V(0) | K(2) V(1) | ...             empty: all consumer warps are past it
-//   shared       work[4]   sQ[2]   sK[2]   sV[2]
+//   scheduler    work(0)   work(1)   ...                              full: it is there
+//   loader       K(0) Q | K(1) V(0) | K(2) V(1) | ...                 empty: all its readers
+//   shared       work[4]   sQ[2]   sK[2]   sV[2]                             are past it
 //   consumer     S = Q K^T -> mask, softmax -> P (registers) -> O += P V -> out, lse
+//
+// Inside a warpgroup, S(t+1) and O(t) are issued together; at the end of a row tile the next one's
+// S(0) takes that place:
+//
+//   tensor cores   S(1) O(0) |      | S(2) O(1) | ... | O(n-1) S'(0) |           | S'(1) O'(0) | ...
+//   arithmetic               | P(1) |           |     | lse          | out P'(0) |
 // clang-format on
 //
-// Inside a warpgroup, S(t+1) and O(t) are issued together, so that the tensor cores have work while
-// S(t+1) goes through the softmax; at the end of a row tile the next one's S(0) takes that place:
+// and the other warpgroups multiply while this one does arithmetic. To issue a product lasts about
+// as long as those before it run, so arithmetic begins when O(t) is nearly there. A row tile
+// without keys goes through the same epilogue as all others.
 //
-//   tensor cores   S(1) O(0) | S(2) O(1) | ... | O(n-1) S'(0) | S'(1) O'(0) | ...
-//   arithmetic          P(1)        P(2)          out, lse P'(0)      P'(1)
-//
-// and the other warpgroup multiplies while this one does arithmetic. A row tile without keys goes
-// through the same epilogue as all others.
-//
-// O goes from the accumulators to global memory (store_rows), not through shared memory.
+// O leaves through the shared memory of Q (store_rows_through), or straight from the accumulators
+// where there is no Q to spare or packed heads make rows of a tile lie apart (store_rows).
 #pragma once
-
-// m64nNk16 for every N.
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
@@ -44,6 +44,7 @@
 #include "forward_tile_sizes.h"
 #include "schedule.h"
 #include "tma.cuh"
+#include "wgmma.cuh"
 
 namespace neginf::sm90 {
 
@@ -61,6 +62,9 @@ struct ForwardTraits {
   static constexpr int kStages = 2;  // of K and V
   static constexpr int kStagesQ = Tile::kStagesQ;
   static constexpr bool kTakesTurns = Tile::kTakesTurns;
+  // O leaves through the rows of Q that it was made from. With a single Q, the next one would have
+  // to wait for that.
+  static constexpr bool kStoresThroughQ = kStagesQ > 1;
   static constexpr int kWorkSlots = 4;
   static constexpr int kWarpgroups = kBlockM / 64;  // consumers
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
@@ -79,11 +83,17 @@ struct ForwardTraits {
                            GMMA::Major::K, GMMA::Major::MN>(),
       Warpgroups{}));
 
+  // One instruction for all columns: CuTe knows every multiple of 8 only if told so by the build.
+  static_assert(size<1>(typename ScoreMma::AtomShape_MNK{}) == kBlockN);
+  static_assert(size<1>(typename OutputMma::AtomShape_MNK{}) == kHeadDim);
+
   static constexpr int kSwizzleColumns = kHeadDim % 64 == 0 ? 64 : 32;
   using SwizzleAtom = std::conditional_t<kSwizzleColumns == 64, GMMA::Layout_K_SW128_Atom<Element>,
                                          GMMA::Layout_K_SW64_Atom<Element>>;
   using LayoutQ =
       decltype(tile_to_shape(SwizzleAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStagesQ>>{}));
+  using LayoutO = decltype(tile_to_shape(SwizzleAtom{}, OutputTile{}));
+  static constexpr int kWarpRows = 16;  // of a product
   using LayoutKV =
       decltype(tile_to_shape(SwizzleAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
   // (head_dim, keys, stage)
@@ -96,7 +106,9 @@ struct ForwardTraits {
     alignas(1024) Element k[kStages][kBlockN * kHeadDim];
     alignas(1024) Element v[kStages][kBlockN * kHeadDim];
     ForwardWork work[kWorkSlots];
-    bool is_end[kWorkSlots];  // there is no more work
+    RowEndings endings[kWorkSlots];
+    KeyTiles key_tiles[kWorkSlots][kWarpgroups];  // that matter to the rows of each
+    bool is_end[kWorkSlots];                      // there is no more work
     Ring<kStagesQ> q_ring;
     Ring<kStages> k_ring;
     Ring<kStages> v_ring;
@@ -110,20 +122,29 @@ struct Launch {
   CUtensorMap q;
   CUtensorMap k;
   CUtensorMap v;
+  CUtensorMap out;  // for the 16 rows of a warp, one head
   Schedule schedule;
 };
 
 // ------------------------------------------------------------------------------ scheduler, loader
 
 template <typename Traits>
-__device__ __forceinline__ void schedule_work(const Problem<float>& problem,
+__device__ __forceinline__ void schedule_work(const ForwardParams<float>& params,
                                               const Schedule& schedule,
                                               typename Traits::SharedStorage& shared) {
   int turn = 0;
   for_each_tile(schedule, [&](int first, int size, int tile) {
     LoadBarrier& full = shared.work_ring.wait_empty(turn);
     const int slot = shared.work_ring.stage(turn++);
-    shared.work[slot] = schedule.work<Traits::kBlockM, Traits::kBlockN>(problem, first, size, tile);
+    shared.work[slot] =
+        schedule.work<Traits::kBlockM, Traits::kBlockN>(params.problem, first, size, tile);
+    const ForwardWork& work = shared.work[slot];
+    shared.endings[slot] = RowEndings::of(params, work);
+    for (int w = 0; w < Traits::kWarpgroups; ++w) {
+      const Range rows{work.tile.first_row + work.packing.position_of(64 * w),
+                       work.tile.first_row + work.packing.position_of(64 * w + 63) + 1};
+      shared.key_tiles[slot][w] = work.key_tiles.of_rows(work.mask, rows, Traits::kBlockN);
+    }
     shared.is_end[slot] = false;
     full.arrive();
   });
@@ -173,11 +194,11 @@ __device__ __forceinline__ void load_tiles(const Problem<float>& problem, const 
     const int slot = shared.work_ring.stage(turn);
     if (shared.is_end[slot]) break;
     const ForwardWork& work = shared.work[slot];
-    const KeyTiles& tiles = work.key_tiles;
-    int tile = tiles.first();
-    if (tile == KeyTiles::kNone) {
+    const Range tiles = work.key_tiles.tiles;
+    int tile = tiles.begin;
+    if (tiles.empty()) {
       load_v();  // there may be many of these in a row, and no slot for more work before it is read
-      shared.work_ring.release(turn);
+      shared.work_ring.release_by_thread(turn);
       continue;
     }
 
@@ -198,54 +219,21 @@ __device__ __forceinline__ void load_tiles(const Problem<float>& problem, const 
     ++k_count;
     v_keys = keys;
     v_tile = tile;
-    while ((tile = tiles.after(tile)) != KeyTiles::kNone) {
+    while (++tile < tiles.end) {
       load_keys(launch.k, shared.k_ring, k_count, shared.k, keys, tile);
       load_v();
       ++k_count;
       v_tile = tile;
     }
-    shared.work_ring.release(turn);
+    shared.work_ring.release_by_thread(turn);
   }
   load_v();
 }
 
-// --------------------------------------------------------------------------------------- fragments
+// --------------------------------------------------------------------------------------- consumers
 
 // Among the consumers.
 __device__ __forceinline__ int consumer_thread() { return thread_index_again() - 128; }
-
-// An accumulator or its coordinates, ((2, 2, N / 8), 1, 1) per thread, as (rows, columns).
-template <class Fragment>
-__device__ __forceinline__ auto as_rows_and_columns(Fragment& fragment) {
-  const auto layout = fragment.layout();
-  return make_tensor(fragment.data(), make_layout(make_layout(get<0, 1>(layout), get<1>(layout)),
-                                                  make_layout(get<0, 0>(layout), get<0, 2>(layout),
-                                                              get<2>(layout))));
-}
-
-// A value that is the same in all lanes, known to be so: products are issued on no divergent path.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
-
-// The accumulator of S, rounded, as the A operand of P V: a thread's values are in the same order.
-template <int kBlockN>
-using OperandLayout = Layout<Shape<Shape<_2, _2, _2>, _1, Int<kBlockN / 16>>>;
-
-// ---------------------------------------------------------------------------------------- products
-
-// Issues accumulator += A B, with kClears accumulator = A B, and does not wait for it.
-template <bool kClears, class TiledMma, class A, class B, class Accumulator>
-__device__ __forceinline__ void issue(TiledMma& mma, const A& a, const B& b,
-                                      Accumulator& accumulator) {
-  warpgroup_fence_operand(accumulator);
-  warpgroup_arrive();
-  mma.accumulate_ = kClears ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-  CUTE_UNROLL
-  for (int k = 0; k < size<2>(a); ++k) {
-    cute::gemm(mma, a(_, _, k), b(_, _, k), accumulator);
-    mma.accumulate_ = GMMA::ScaleOut::One;
-  }
-  warpgroup_commit_batch();
-}
 
 // The warpgroups issue in a fixed order, round and round. Each has a barrier on which it waits for
 // the one before it.
@@ -266,29 +254,7 @@ struct Turns {
   }
 };
 
-// Until all but the last kStillRunning products are done.
-template <int kStillRunning, class Accumulator>
-__device__ __forceinline__ void wait_for(Accumulator& accumulator) {
-  warpgroup_wait<kStillRunning>();
-  warpgroup_fence_operand(accumulator);
-}
-
 // ---------------------------------------------------------------------------------------- epilogue
-
-// x[i] of lane j of a quad goes to x[j] of lane i.
-__device__ __forceinline__ void transpose_in_quad(uint32_t (&x)[4]) {
-  const int lane = static_cast<int>(threadIdx.x);
-  CUTE_UNROLL
-  for (int bit = 1; bit <= 2; bit *= 2) {
-    const bool upper = (lane & bit) != 0;
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      if (i & bit) continue;
-      const uint32_t received = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + bit], bit);
-      (upper ? x[i] : x[i + bit]) = received;
-    }
-  }
-}
 
 // O in the dtype of q. The four lanes of a quad have two columns each of every eight; exchanged,
 // each has all of some eights and writes 16 bytes, the quad 64 side by side.
@@ -319,6 +285,34 @@ __device__ __forceinline__ void store_rows(const ForwardParams<float>& params,
   }
 }
 
+// The same by the tensor memory accelerator, a warp its 16 rows, which also writes whole lines and
+// none behind the end of the sequence. `tile` has the layout of Q and nobody reads it any more.
+template <typename Traits, class Accumulator>
+__device__ __forceinline__ void store_rows_through(typename Traits::Element* tile,
+                                                   const CUtensorMap& map, const ForwardWork& work,
+                                                   bool is_packed, int consumer,
+                                                   const Accumulator& tOrO) {
+  using Element = typename Traits::Element;
+  constexpr int kWarpRows = Traits::kWarpRows;
+  Tensor sO = make_tensor(make_smem_ptr(tile), typename Traits::LayoutO{});
+  auto smem_store =
+      make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, typename Traits::OutputMma{});
+  auto smem_thread = smem_store.get_slice(consumer);
+  Tensor rounded = convert<Element>(tOrO);
+  copy(smem_store, smem_thread.retile_S(rounded), smem_thread.partition_D(sO));
+  tma_store_fence();
+  __syncwarp();
+  if (consumer % 32 == 0) {
+    const int first_row = consumer / 32 * kWarpRows;
+    const int position = work.tile.first_row + first_row;
+    store_tile<Traits::kHeadDim, Traits::kSwizzleColumns>(
+        map, tile + first_row * Traits::kSwizzleColumns, Traits::kBlockM * Traits::kSwizzleColumns,
+        kWarpRows,
+        {work.head, static_cast<int>(work.tile.sequence.first_row) + position,
+         work.tile.sequence.rows - position, is_packed ? 0 : work.tile.index});
+  }
+}
+
 // ------------------------------------------------------------------------------------------ kernel
 
 // The slopes of this thread's rows.
@@ -345,10 +339,13 @@ class Consumer {
   using ScoreTile = typename Traits::ScoreTile;
   using OutputTile = typename Traits::OutputTile;
   static constexpr int kBlockN = Traits::kBlockN;
+  static constexpr int kFirstStoreBarrier = 4;  // after those of Turns
 
  public:
-  __device__ __forceinline__ Consumer(const ForwardParams<float>& params, SharedStorage& shared)
+  __device__ __forceinline__ Consumer(const ForwardParams<float>& params, const Launch& launch,
+                                      SharedStorage& shared)
       : params_(params),
+        launch_(launch),
         shared_(shared),
         // Uniform in the warpgroup, and known to be.
         warpgroup_(cutlass::canonical_warp_group_idx() - 1),
@@ -364,19 +361,17 @@ class Consumer {
         if (is_end(turn_)) return;
       }
       begin_row_tile();
-      int tile = uniform(work(turn_).key_tiles.first());
-      if (tile == KeyTiles::kNone) {
-        end_row_tile();
+      if (!has_begun && !begin_scores()) {
+        end_row_tile(end_softmax(), false);
         continue;
       }
-      if (!has_begun) {
-        shared_.q_ring.wait_full(q_count_);
-        shared_.k_ring.wait_full(count_);
-        issue_scores(count_);
-        wait_for<0>(tSrS_);
-      }
+      int tile = uniform(my_tiles(turn_).tiles.begin);
       first_step(tile);
-      while ((tile = uniform(work(turn_).key_tiles.after(tile))) != KeyTiles::kNone) step(tile);
+      const int end = uniform(my_tiles(turn_).tiles.end);
+      // With three warpgroups there is no register for it.
+      while (++tile < (Traits::kWarpgroups > 2 ? uniform(my_tiles(turn_).tiles.end) : end)) {
+        step(tile);
+      }
       has_begun = last_step();
     }
   }
@@ -389,6 +384,17 @@ class Consumer {
   }
   __device__ __forceinline__ bool is_end(int turn) const {
     return uniform(shared_.is_end[shared_.work_ring.stage(turn)]) != 0;
+  }
+
+  // The key tiles of a row tile that matter to this warpgroup, and how many others there are.
+  __device__ __forceinline__ const KeyTiles& my_tiles(int turn) const {
+    return shared_.key_tiles[shared_.work_ring.stage(turn)][warpgroup_];
+  }
+  __device__ __forceinline__ int skipped_before(int turn) const {
+    return my_tiles(turn).tiles.begin - work(turn).key_tiles.tiles.begin;
+  }
+  __device__ __forceinline__ int skipped_after(int turn) const {
+    return work(turn).key_tiles.tiles.end - my_tiles(turn).tiles.end;
   }
 
   // ---- products
@@ -414,12 +420,53 @@ class Consumer {
 
   // ---- steps
 
+  // The next key tiles are not needed, nor their turns to issue. K and V one after the other, as
+  // they are loaded.
+  __device__ __forceinline__ void skip_tiles(int skipped) {
+    for (int i = 0; i < skipped; ++i) {
+      if constexpr (Traits::kTakesTurns) {
+        turns_.wait();
+        turns_.pass_on();
+      }
+      skip_key(count_);
+      skip_value();
+    }
+  }
+  __device__ __forceinline__ void skip_key(int count) {
+    shared_.k_ring.wait_full(count);
+    shared_.k_ring.release(count);
+  }
+  __device__ __forceinline__ void skip_value() {
+    shared_.v_ring.wait_full(count_);
+    shared_.v_ring.release(count_++);
+  }
+
+  // S of the first key tile, where last_step has not begun with it. Returns whether there is one.
+  __device__ __forceinline__ bool begin_scores() {
+    const bool sees_keys = uniform(my_tiles(turn_).tiles.size()) != 0;
+    const int skipped =
+        uniform(sees_keys ? skipped_before(turn_) : work(turn_).key_tiles.tiles.size());
+    if (!sees_keys && skipped > 0) {
+      // Before the key tiles: the last V is loaded after the next Q, which may need this place.
+      shared_.q_ring.wait_full(q_count_);
+      shared_.q_ring.release(q_count_++);
+    }
+    skip_tiles(skipped);
+    if (!sees_keys) return false;
+    shared_.q_ring.wait_full(q_count_);
+    shared_.k_ring.wait_full(count_);
+    issue_scores(count_);
+    wait_for<0>(tSrS_);
+    return true;
+  }
+
   // S of the first key tile becomes P.
   __device__ __forceinline__ void first_step(int tile) {
     shared_.k_ring.release(count_);
     modify_and_mask(tile);
     Tensor scores = as_rows_and_columns(tSrS_);
-    softmax_.raise_maximum(scores, [](int, float) {});
+    const auto maxima = softmax_.maxima(scores);
+    if (softmax_.outgrown_by(maxima)) softmax_.raise_maximum(maxima, [](int, float) {});
     softmax_.exponentiate(scores);
     to_operand();
   }
@@ -435,52 +482,77 @@ class Consumer {
     shared_.k_ring.release(count_ + 1);
     modify_and_mask(tile);
     Tensor scores = as_rows_and_columns(tSrS_);
-    float rescale[2];
-    const bool raised =
-        softmax_.raise_maximum(scores, [&](int r, float factor) { rescale[r] = factor; });
-    softmax_.exponentiate(scores);
-    warpgroup_fence_operand(tSrS_);
-    // In branches, so that the compiler moves nothing from before the wait behind it.
-    if (raised) {
+    const auto maxima = softmax_.maxima(scores);
+    // O was issued when S was, and is nearly there: to issue a product takes until the one before
+    // it is done. In branches, so that the compiler moves nothing from before the wait behind it.
+    if (softmax_.outgrown_by(maxima)) {
       wait_for<0>(tOrO_);
       Tensor output = as_rows_and_columns(tOrO_);
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) multiply_row(output, r, rescale[r]);
+      softmax_.raise_maximum(maxima, [&](int r, float factor) { multiply_row(output, r, factor); });
     } else {
       wait_for<0>(tOrO_);
     }
     shared_.v_ring.release(count_++);
+    softmax_.exponentiate(scores);
     to_operand();
   }
 
   // O of the last key tile, and meanwhile S of the next row tile's first. Returns whether that one
   // has begun so.
   __device__ __forceinline__ bool last_step() {
-    bool begins = false;
-    shared_.q_ring.release(q_count_++);
+    // Where there are turns, before them: there the registers do not suffice for doing it while
+    // the products run.
+    RowScales<2> scales;
+    if constexpr (Traits::kTakesTurns) scales = end_softmax();
+    if constexpr (!Traits::kStoresThroughQ) shared_.q_ring.release(q_count_);
+    ++q_count_;
     if constexpr (Traits::kTakesTurns) turns_.wait();
     issue_output();
+    const int skipped = uniform(skipped_after(turn_));
     if constexpr (Traits::kStagesQ > 1) {
       shared_.work_ring.wait_full(turn_ + 1);
-      begins = !is_end(turn_ + 1) && uniform(work(turn_ + 1).key_tiles.tiles.size()) != 0;
+      bool begins = !is_end(turn_ + 1) && uniform(my_tiles(turn_ + 1).tiles.size()) != 0;
+      int between = skipped;  // the two S
       if (begins) {
+        between += uniform(skipped_before(turn_ + 1));
+        // While V is not released, so many more K can be loaded.
+        begins = between <= Traits::kStages;
+      }
+      if (begins) {
+        for (int i = 1; i <= between; ++i) {
+          // Others may have to issue before more K can be loaded.
+          if constexpr (Traits::kTakesTurns) turns_.pass_on();
+          skip_key(count_ + i);
+          if constexpr (Traits::kTakesTurns) turns_.wait();
+        }
         shared_.q_ring.wait_full(q_count_);
-        shared_.k_ring.wait_full(count_ + 1);
+        shared_.k_ring.wait_full(count_ + 1 + between);
       }
       // Also where nothing begins, of what lies there: the compiler must know what is on its way.
-      issue_scores(count_ + 1);
+      issue_scores(count_ + 1 + between);
       if constexpr (Traits::kTakesTurns) turns_.pass_on();
+      if constexpr (!Traits::kTakesTurns) scales = end_softmax();
       wait_for<1>(tOrO_);
       shared_.v_ring.release(count_++);
-      end_row_tile();
+      if (begins) {
+        for (int i = 0; i < between; ++i) skip_value();
+      } else {
+        skip_tiles(skipped);
+      }
+      end_row_tile(scales, true);
       wait_for<0>(tSrS_);
+      if (threadIdx.x % 32 == 0) tma_store_wait<0>();
+      shared_.q_ring.release(q_count_ - 1);
+      return begins;
     } else {
       if constexpr (Traits::kTakesTurns) turns_.pass_on();
+      if constexpr (!Traits::kTakesTurns) scales = end_softmax();
       wait_for<0>(tOrO_);
       shared_.v_ring.release(count_++);
-      end_row_tile();
+      skip_tiles(skipped);
+      end_row_tile(scales, false);
+      return false;
     }
-    return begins;
   }
 
   // ---- arithmetic
@@ -502,7 +574,7 @@ class Consumer {
   // What happens to the scores of a key tile before the softmax.
   __device__ __forceinline__ void modify_and_mask(int tile) {
     const ForwardWork& work = this->work(turn_);
-    const bool masked = !work.key_tiles.unmasked.contains(tile);
+    const bool masked = !my_tiles(turn_).unmasked.contains(tile);
     if (!masked && !Traits::kModifiesScores) return;
     Tensor scores = as_rows_and_columns(tSrS_);
     Tensor tScS =
@@ -528,17 +600,29 @@ class Consumer {
     for (int i = 0; i < size(words); ++i) words(i) = pack<Element>(tSrS_(2 * i), tSrS_(2 * i + 1));
   }
 
-  __device__ __forceinline__ void end_row_tile() {
+  __device__ __forceinline__ RowScales<2> end_softmax() {
+    return neginf::end_softmax(params_, work(turn_),
+                               shared_.endings[shared_.work_ring.stage(turn_)], softmax_,
+                               output_coordinates());
+  }
+
+  // With `has_q`, number q_count_ - 1 is that of the row tile.
+  __device__ __forceinline__ void end_row_tile(const RowScales<2>& scales, bool has_q) {
     const ForwardWork& work = this->work(turn_);
     const auto coordinates = output_coordinates();
     Tensor output = as_rows_and_columns(tOrO_);
-    finish_rows(params_, work, softmax_, output, coordinates);
+    end_output(scales, output);
     if (params_.num_splits > 1) {
       store_partial(params_, work, output, coordinates);
+    } else if (Traits::kStoresThroughQ && has_q && work.packing.heads == 1) {
+      // The other warps' part of S may still be reading it.
+      cutlass::arch::NamedBarrier::sync(128, kFirstStoreBarrier + warpgroup_);
+      store_rows_through<Traits>(shared_.q[shared_.q_ring.stage(q_count_ - 1)], launch_.out, work,
+                                 params_.problem.cu_seqlens_q != nullptr, consumer_thread(), tOrO_);
     } else {
       store_rows<Traits>(params_, work, tOrO_, coordinates);
     }
-    shared_.work_ring.release(turn_++);
+    shared_.work_ring.release_by_thread(turn_++);
   }
 
   static __device__ __forceinline__ auto output_coordinates() {
@@ -548,6 +632,7 @@ class Consumer {
   }
 
   const ForwardParams<float>& params_;
+  const Launch& launch_;
   SharedStorage& shared_;
   const int warpgroup_;
   const Turns<Traits::kWarpgroups> turns_;
@@ -592,7 +677,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     shared.q_ring.init(kConsumerWarps);
     shared.k_ring.init(kConsumerWarps);
     shared.v_ring.init(kConsumerWarps);
-    shared.work_ring.init(kConsumerWarps + 1);  // and the loader
+    shared.work_ring.init(32 * kConsumerWarps + 1);  // and the loader, thread by thread
     cutlass::arch::fence_barrier_init();
   }
   clear_unused_rows<Traits>(launch.schedule.grid.packing, shared);
@@ -602,11 +687,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (threadIdx.x == 0) {
       load_tiles<Traits>(params.problem, launch, shared);
     } else if (threadIdx.x == 32) {
-      schedule_work<Traits>(params.problem, launch.schedule, shared);
+      schedule_work<Traits>(params, launch.schedule, shared);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Consumer<Traits>(params, shared).run();
+    Consumer<Traits>(params, launch, shared).run();
   }
 }
 
@@ -633,6 +718,12 @@ void launch_forward(const ForwardParams<float>& params) {
                         problem.num_heads_k, problem.head_dim, keys);
   launch.v = tensor_map(params.v, kDType, params.v_strides, batch_k, problem.total_k,
                         problem.num_heads_k, problem.head_dim, keys);
+
+  if constexpr (Traits::kStoresThroughQ) {
+    launch.out = tensor_map(params.out, kDType, params.out_strides, q_is_packed ? 1 : problem.batch,
+                            problem.total_q, problem.num_heads, problem.head_dim,
+                            {Traits::kSwizzleColumns, 1, Traits::kWarpRows});
+  }
 
   constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   allow_shared_memory<forward_kernel<Traits>>(kSharedBytes);

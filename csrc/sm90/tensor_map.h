@@ -44,6 +44,12 @@ struct TensorBox {
   int positions;
 };
 
+inline CUtensorMapSwizzle swizzle_of(int columns) {
+  return columns == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+         : columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                         : CU_TENSOR_MAP_SWIZZLE_32B;
+}
+
 // Of a (batch, rows, heads, head_dim) tensor of 16-bit elements; dimensions of the map: column,
 // head, position in the tile, offset of the tile, batch.
 inline CUtensorMap tensor_map(const void* tensor, DType dtype, const Strides& strides, int batch,
@@ -70,7 +76,7 @@ inline CUtensorMap tensor_map(const void* tensor, DType dtype, const Strides& st
       dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       5, const_cast<char*>(start), dims, byte_strides, box_dims, element_strides,
       CU_TENSOR_MAP_INTERLEAVE_NONE,
-      box.swizzle_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      swizzle_of(box.swizzle_columns),
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("neginf: cuTensorMapEncodeTiled failed with error " +

@@ -13,8 +13,8 @@ using LoadBarrier = cutlass::arch::ClusterTransactionBarrier;  // a load has arr
 using ReadBarrier = cutlass::arch::ClusterBarrier;             // its readers are done
 
 // A ring of kStages buffers: full[s] says that the load of buffer s has arrived, empty[s] that
-// every reader, most of them whole warps, is past it. A role counts the tiles that it has seen;
-// that says which buffer is next and which phase its barriers are in.
+// every reader is past it: warps, whose lanes wait for products together, or threads. A role counts
+// the tiles that it has seen; that says which buffer is next and which phase its barriers are in.
 template <int kStages>
 struct Ring {
   LoadBarrier full[kStages];
@@ -35,7 +35,12 @@ struct Ring {
     empty[stage(count)].wait(phase(count) ^ 1);
     return full[stage(count)];
   }
+  // Until the readers of buffer number `count` are past it.
+  __device__ __forceinline__ void wait_released(int count) {
+    empty[stage(count)].wait(phase(count));
+  }
   __device__ __forceinline__ void wait_full(int count) { full[stage(count)].wait(phase(count)); }
+  __device__ __forceinline__ void release_by_thread(int count) { empty[stage(count)].arrive(); }
   // For the calling warp, all lanes of which are past their reads.
   __device__ __forceinline__ void release(int count) {
     if (threadIdx.x % 32 == 0) empty[stage(count)].arrive();
@@ -45,23 +50,44 @@ struct Ring {
 struct TileCoordinates {
   int head;
   int first_row;  // of the tile in the buffer
-  int rows;       // that exist; those after them become 0. Any number, also negative
+  int rows;       // that exist; those after them become 0 or are not stored. Any number
   int batch;
 };
 
-// All column blocks of a tile, by one thread, which has made the barrier expect their bytes.
+// Calls copy(column, coordinates...) for all column blocks of a tile, as SM90_TMA_*_5D take them.
+template <int kColumns, int kSwizzleColumns, class Copy>
+__device__ __forceinline__ void for_each_block(int box_positions, const TileCoordinates& at,
+                                               const Copy& copy) {
+  const int left = at.rows < 0 ? 0 : at.rows < box_positions ? at.rows : box_positions;
+  CUTE_UNROLL
+  for (int column = 0; column < kColumns; column += kSwizzleColumns) {
+    copy(column, at.head, box_positions - left, at.first_row + left, at.batch);
+  }
+}
+
+// By one thread, which has made the barrier expect the bytes.
 template <int kColumns, int kSwizzleColumns, class Element>
 __device__ __forceinline__ void load_tile(const CUtensorMap& map, LoadBarrier& barrier,
                                           Element* tile, int block_elements, int box_positions,
                                           const TileCoordinates& at) {
-  const int left = at.rows < 0 ? 0 : at.rows < box_positions ? at.rows : box_positions;
-  CUTE_UNROLL
-  for (int column = 0; column < kColumns; column += kSwizzleColumns) {
+  for_each_block<kColumns, kSwizzleColumns>(box_positions, at, [&](int column, auto... others) {
     cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
                                  static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                 tile + column / kSwizzleColumns * block_elements, column, at.head,
-                                 box_positions - left, at.first_row + left, at.batch);
-  }
+                                 tile + column / kSwizzleColumns * block_elements, column,
+                                 others...);
+  });
+}
+
+// By one thread, which must wait with tma_store_wait before the tile may be written again.
+template <int kColumns, int kSwizzleColumns, class Element>
+__device__ __forceinline__ void store_tile(const CUtensorMap& map, const Element* tile,
+                                           int block_elements, int box_positions,
+                                           const TileCoordinates& at) {
+  for_each_block<kColumns, kSwizzleColumns>(box_positions, at, [&](int column, auto... others) {
+    cute::SM90_TMA_STORE_5D::copy(&map, tile + column / kSwizzleColumns * block_elements, column,
+                                  others...);
+  });
+  cute::tma_store_arrive();
 }
 
 }  // namespace neginf::sm90

@@ -69,18 +69,18 @@ void combine_splits(const ForwardParams<Real>& forward, const Shape& shape, cons
   params.num_heads = static_cast<int>(shape.num_heads);
   params.head_dim = static_cast<int>(out.size(-1));
   params.partial_dtype = std::is_same_v<Real, double> ? DType::float64 : DType::float32;
-  params.out_partial = forward.out_partial;
-  params.lse_partial = forward.lse_partial;
+  params.stacked.out = forward.out_partial;
+  params.stacked.lse = forward.lse_partial;
   params.out = forward.out;
   params.lse = forward.lse;
   const Strides& partial = forward.out_partial_strides;
-  params.out_partial_strides = {forward.out_partial_split_stride, partial.batch, partial.row,
+  params.stacked.out_strides = {forward.out_partial_split_stride, partial.batch, partial.row,
                                 partial.head};
   params.out_strides = {0, forward.out_strides.batch, forward.out_strides.row,
                         forward.out_strides.head};
   params.lse_strides = {0, forward.lse_strides.batch, 1, forward.lse_strides.head};
-  params.lse_partial_strides = params.lse_strides;
-  params.lse_partial_strides.split = forward.lse_partial_split_stride;
+  params.stacked.lse_strides = params.lse_strides;
+  params.stacked.lse_strides.split = forward.lse_partial_split_stride;
   params.stream = forward.stream;
   launch(select_kernel(Operation::combine, out, dtype, params.head_dim), params);
 }

@@ -83,6 +83,23 @@ void test_garbage_stays_in_the_buffer() {
   }
 }
 
+// Parts of the rows: no key that they see is missed, and no tile is taken for unmasked wrongly.
+void check_tiles_of_rows(const Mask& mask, const KeyTiles& tiles, Range rows, int block_n) {
+  const int part = rows.size() / 3;
+  for (int begin = rows.begin; begin < rows.end; begin += part + 1) {
+    const KeyTiles mine = tiles.of_rows(mask, {begin, begin + part + 1}, block_n);
+    CHECK(tiles.tiles.begin <= mine.tiles.begin && mine.tiles.end <= tiles.tiles.end);
+    for (int tile = tiles.tiles.begin; tile < tiles.tiles.end; ++tile) {
+      for (int key = tile * block_n; key < (tile + 1) * block_n; ++key) {
+        for (int row = begin; row < begin + part + 1 && row < mask.seqlen_q; ++row) {
+          CHECK(!mask.sees(row, key) || mine.tiles.contains(tile));
+          CHECK(!mine.unmasked.contains(tile) || mask.sees(row, key));
+        }
+      }
+    }
+  }
+}
+
 void test_key_tiles() {
   std::mt19937 random(0);
   const int block_n = 8;
@@ -109,6 +126,7 @@ void test_key_tiles() {
           }
         }
       }
+      check_tiles_of_rows(mask, tiles, rows, block_n);
     }
     for (int key = 0; key < seqlen_k; ++key) {
       bool seen = false;
