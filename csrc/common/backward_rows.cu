@@ -122,6 +122,7 @@ __global__ void __launch_bounds__(kThreads, 5)
   if (threadIdx.x == 0) {
     statistics.needs_care = needs_care;
     rows.adds[blockIdx.x] = 0;
+    if (blockIdx.x == 0) *rows.next_work = 0;
   }
 }
 
@@ -217,6 +218,7 @@ template <typename Function>
 auto dispatch_tile_rows(int tile_rows, const Function& function) {
   if (tile_rows == 32) return function(std::integral_constant<int, 32>{});
   if (tile_rows == 64) return function(std::integral_constant<int, 64>{});
+  if (tile_rows == 128) return function(std::integral_constant<int, 128>{});
   throw std::logic_error("neginf: no backward prepare for " + std::to_string(tile_rows) + " rows");
 }
 
@@ -265,7 +267,7 @@ BackwardRows BackwardRows::allocate(const BackwardParams<float>& params, int til
 void prepare_backward(const BackwardParams<float>& params, const BackwardRows& rows, DType dtype) {
   const unsigned blocks = num_blocks(params, rows);
   const int sinks = params.dsink != nullptr ? params.problem.batch * params.problem.num_heads : 0;
-  if (params.deterministic) {  // also without any row: the main kernel still writes dK and dV
+  if (blocks == 0) {  // the main kernel still writes dK and dV
     cuda_check(cudaMemsetAsync(rows.next_work, 0, sizeof(int), params.stream), "backward prepare");
   }
   dispatch_tile_rows(rows.tile_rows, [&](auto kRows) {

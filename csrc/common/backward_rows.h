@@ -32,9 +32,8 @@ struct BackwardRows {
   void* statistics;  // (num_heads, num_tiles) of RowStatistics<tile_rows>
   float* dq;         // (num_heads, num_tiles, tile_rows, head_dim), see dq_offset
 
-  // For deterministic sums.
-  int* adds;       // (num_heads, num_tiles): how many key tiles have added to dq
-  int* next_work;  // one number: the next piece of work
+  int* adds;       // (num_heads, num_tiles): how many key tiles have added to dq, if in order
+  int* next_work;  // one number: the next piece of work, for kernels that claim it
 
   static BackwardRows allocate(const BackwardParams<float>& params, int tile_rows, int head_dim);
 

@@ -39,12 +39,12 @@
 #include <limits>
 
 #include "../common/backward_rows.h"
+#include "../common/backward_scores.cuh"
 #include "../common/cuda_check.h"
 #include "../common/device.h"
 #include "../common/shared_memory.h"
 #include "../kernels.h"
 #include "backward_query_gradient.cuh"
-#include "backward_scores.cuh"
 #include "backward_tile_sizes.h"
 #include "backward_work.cuh"
 #include "shared_tile.cuh"
@@ -397,7 +397,7 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
           [&](int n, int k, uint32_t (&b)[4]) {
             ldmatrix_transposed(b, Traits::QueryGradB::at(at_query.k_transposed, part * kN + n, k));
           });
-      if (part == 0) order.wait();
+      if (part == 0) wait_for_turn(order);
       float* const of_thread =
           query_gradient_of_thread<Traits>(rows.dq_of(step.number(rows, work)));
       add_query_gradient<Traits>(of_thread, part, tQrQ);
@@ -405,7 +405,7 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
     if constexpr (!Traits::kKeepsP) {  // last, so that the adds drain behind it
       multiply_key_gradient(tKrK, load_scores(at.ds), at.q_transposed + q_stage, 0);
     }
-    order.pass_on();
+    pass_on_turn(order);
   }
   __syncthreads();  // the epilogue writes where K and V were
 }

@@ -29,40 +29,18 @@ struct QueryGradAddresses {
   }
 };
 
-// Lets key tiles add to a tile of dQ one after the other, the last one first.
-struct OrderedAdds {
-  int* adds;  // null: in any order
-  int turn;
+__device__ __forceinline__ void wait_for_turn(const OrderedAdds& order) {
+  if (order.adds == nullptr) return;
+  if (threadIdx.x == 0) order.wait_for_turn();
+  __syncthreads();
+}
 
-  static __device__ OrderedAdds of(const BackwardParams<float>& params, const BackwardRows& rows,
-                                   const KeyWork& work, const RowStep& step, int block_n) {
-    if (!params.deterministic) return {nullptr, 0};
-    const int first_row = step.tile * rows.tile_rows;
-    const Range tiles =
-        tiles_covering(work.mask.keys_of_rows({first_row, first_row + rows.tile_rows}), block_n);
-    return {rows.adds + step.number(rows, work), tiles.end - 1 - work.keys.first_row / block_n};
-  }
-
-  __device__ void wait() const {
-    if (adds == nullptr) return;
-    if (threadIdx.x == 0) {
-      int done;
-      do {
-        asm volatile("ld.global.acquire.gpu.b32 %0, [%1];" : "=r"(done) : "l"(adds) : "memory");
-      } while (done != turn);
-    }
-    __syncthreads();
-  }
-
-  __device__ void pass_on() const {
-    if (adds == nullptr) return;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(adds) : "memory");
-    }
-  }
-};
+__device__ __forceinline__ void pass_on_turn(const OrderedAdds& order) {
+  if (order.adds == nullptr) return;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) order.pass_on();
+}
 
 // Where this thread's registers of the first block go that its warp adds to, see dq_piece_offset.
 template <typename Traits>

@@ -1,99 +1,17 @@
-// What a CTA of the backward works on, and how the tiles of that get into shared memory.
+// How the tiles that a CTA of the backward works on get into shared memory.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "../common/backward_rows.h"
-#include "../common/row_tile.h"
+#include "../common/backward_scores.cuh"
+#include "../common/backward_work.cuh"
 #include "shared_tile.cuh"
 #include "tiles.cuh"
 
 namespace neginf::sm80 {
 
 using namespace cute;
-
-// -------------------------------------------------------------------------------------------- work
-
-// What a CTA works on. In shared memory, as in the forward.
-struct KeyWork {
-  RowTile keys;
-  int head_k;
-  int group;  // query heads per key head
-  Sequence queries;
-  Mask mask;
-  Range visible_keys;    // of the sequence; others may hold NaN
-  Range rows_with_keys;  // of the sequence; what others hold must not enter a product
-  Range row_tiles;       // tiles with a row that sees one of the keys
-  Range unmasked_tiles;  // tiles of which every row sees every key
-  int first_tile;        // of the sequence, in BackwardRows
-
-  // In the one-dimensional grid key tiles run fastest, so that neighbours share Q and dO in L2.
-  // When each dQ is summed in order, the last tile of keys adds first: with a causal mask that is
-  // the one that reaches a tile of rows first. `work` counts so that nobody waits for higher work.
-  static __device__ KeyWork of(const BackwardParams<float>& params, const BackwardRows& rows,
-                               int block_n, int work) {
-    const Problem<float>& problem = params.problem;
-    const Problem<float> key_problem = keys_as_rows(problem);
-    const int tiles = static_cast<int>(num_row_tiles(key_problem, block_n));
-    int head_k = work / tiles;
-    int tile = work - head_k * tiles;
-    if (params.deterministic) {
-      tile = tiles - 1 - tile;
-    } else if (problem.window_right >= 0) {
-      put_long_tiles_first(params, tiles, work, head_k, tile);
-    }
-    const RowTile keys = find_row_tile(key_problem, block_n, tile);
-    const Sequence queries = query_sequence(problem, keys.index);
-    const Mask mask = mask_of(problem, queries, keys.sequence);
-    const int block_m = rows.tile_rows;
-    // Rows past the end of the sequence are padding and do not count.
-    const Range common = mask.rows_common_to_keys(keys.rows(block_n));
-    const int common_end = common.end == queries.length ? common.end + block_m - 1 : common.end;
-    return {keys,
-            head_k,
-            problem.num_heads / problem.num_heads_k,
-            queries,
-            mask,
-            mask.visible_keys(),
-            mask.rows_of_keys({0, keys.sequence.length}),
-            tiles_covering(mask.rows_of_keys(keys.rows(block_n)), block_m),
-            {(common.begin + block_m - 1) / block_m, common_end / block_m},
-            first_row_tile(problem, block_m, keys.index)};
-  }
-
- private:
-  // With a causal mask the first tile of keys is the longest. Sequence by sequence that would leave
-  // a few long ones to the end, when most multiprocessors are idle. So what runs last, a few CTAs
-  // for each multiprocessor, is sorted: tile 0 of all sequences and heads among it, then tile 1...
-  static __device__ void put_long_tiles_first(const BackwardParams<float>& params, int tiles,
-                                              int work, int& head_k, int& tile) {
-    constexpr int kSortedPerSm = 4;
-    const Problem<float>& problem = params.problem;
-    // Packed sequences have different lengths and are not told apart.
-    const int sequences = problem.cu_seqlens_k == nullptr ? problem.batch : 1;
-    const int tiles_each = tiles / sequences;
-    const int all = problem.num_heads_k * sequences;
-    const int sorted = min(all, (kSortedPerSm * params.num_sms + tiles_each - 1) / tiles_each);
-    const int number = work - (all - sorted) * tiles_each;
-    if (number < 0) return;
-    const int sequence = all - sorted + number % sorted;
-    head_k = sequence / sequences;
-    tile = number / sorted + sequence % sequences * tiles_each;
-  }
-};
-
-// ------------------------------------------------------------------------------- global to shared
-
-// One iteration: a tile of rows of one head.
-struct RowStep {
-  int head;
-  int tile;  // in the sequence
-
-  // In BackwardRows.
-  __device__ int number(const BackwardRows& rows, const KeyWork& work) const {
-    return head * rows.num_tiles + work.first_tile + tile;
-  }
-};
 
 // Walks over the steps of a CTA and loads their tiles. It holds where this thread's first 16 bytes
 // of the tiles of Q and dO are: computing that anew in every iteration takes longer than loading.
@@ -231,6 +149,25 @@ __device__ __forceinline__ void load_keys(const void* tensor, const Strides& str
                     make_tensor(make_smem_ptr(shared), typename Traits::SharedK::Layout{}),
                     {work.visible_keys.begin - first_key, work.visible_keys.end - first_key},
                     head_dim);
+}
+
+// Their exponents are whole, so there is nothing left for the divisors in shared memory to do.
+template <typename Traits>
+__device__ __noinline__ void clear_careful_rows(CarefulRows rows, typename Traits::Element* q,
+                                                typename Traits::Element* dout,
+                                                RowStatistics<Traits::kBlockM>& statistics) {
+  using Element = typename Traits::Element;
+  Tensor sQ = make_tensor(make_smem_ptr(q), typename Traits::SharedQ::Layout{});
+  Tensor sdO = make_tensor(make_smem_ptr(dout), typename Traits::SharedQ::Layout{});
+  for (int i = thread_index(); i < Traits::kBlockM * Traits::kHeadDim; i += Traits::kThreads) {
+    const int r = i / Traits::kHeadDim;
+    if (!rows.must_clear(r)) continue;
+    sQ(r, i % Traits::kHeadDim) = Element(0);
+    sdO(r, i % Traits::kHeadDim) = Element(0);
+  }
+  for (int r = thread_index(); r < Traits::kBlockM; r += Traits::kThreads) {
+    statistics.divisor[r] = Log2Divisor::none();
+  }
 }
 
 }  // namespace neginf::sm80

@@ -1,16 +1,13 @@
-// S^T to P and dP to dS in the backward, in accumulators, and the rows for which that needs care.
+// S^T to P and dP to dS in a GPU backward, in accumulators, and the rows for which that needs care.
 #pragma once
 
 #include <cute/tensor.hpp>
 
-#include "../common/backward_rows.h"
-#include "../common/softmax.h"
-#include "../common/thread_index.h"
+#include "backward_rows.h"
 #include "backward_work.cuh"
+#include "softmax.h"
 
-namespace neginf::sm80 {
-
-using namespace cute;
+namespace neginf {
 
 // The Lse of the rows of a step, and which of them must not enter a product: those without weight,
 // and those that are NaN anyway, whose q and dO would meet the zeros of keys they do not see.
@@ -30,6 +27,11 @@ struct CarefulRows {
     return r < rows_left && (lse[r].is_empty() || lse[r].value() != lse[r].value());
   }
 
+  // For kernels that apply it themselves. An empty row is as good as out of bounds.
+  __device__ Divisor divisor(int r) const {
+    return r >= rows_left || lse[r].is_empty() ? Divisor::out_of_bounds() : Divisor::of(lse[r]);
+  }
+
   // P = exp2 of it. Without contraction: s must be rounded as the Lse was. A row that is empty
   // though the mask shows it keys has had its q cleared, so its scores are no longer -inf.
   __device__ float exponent(int r, float raw, float scale) const {
@@ -37,25 +39,6 @@ struct CarefulRows {
     return Divisor::of(lse[r]).exponent(__fmul_rn(raw, scale)) * kLog2e;
   }
 };
-
-// Their exponents are whole, so there is nothing left for the divisors in shared memory to do.
-template <typename Traits>
-__device__ __noinline__ void clear_careful_rows(CarefulRows rows, typename Traits::Element* q,
-                                                typename Traits::Element* dout,
-                                                RowStatistics<Traits::kBlockM>& statistics) {
-  using Element = typename Traits::Element;
-  Tensor sQ = make_tensor(make_smem_ptr(q), typename Traits::SharedQ::Layout{});
-  Tensor sdO = make_tensor(make_smem_ptr(dout), typename Traits::SharedQ::Layout{});
-  for (int i = thread_index(); i < Traits::kBlockM * Traits::kHeadDim; i += Traits::kThreads) {
-    const int r = i / Traits::kHeadDim;
-    if (!rows.must_clear(r)) continue;
-    sQ(r, i % Traits::kHeadDim) = Element(0);
-    sdO(r, i % Traits::kHeadDim) = Element(0);
-  }
-  for (int r = thread_index(); r < Traits::kBlockM; r += Traits::kThreads) {
-    statistics.divisor[r] = Log2Divisor::none();
-  }
-}
 
 // S^T to P, in place. Tensors here are (rows, keys), as in the forward; the rows of a thread are
 // many and its keys are few.
@@ -110,4 +93,30 @@ __device__ __forceinline__ void drop_weightless_keys(Gradients& gradients, const
   }
 }
 
-}  // namespace neginf::sm80
+// apply_mask for a thread that has many rows and few keys: the rows that see a key are a range, too,
+// and compared are distances from the first row.
+template <class Scores, class RowOf, class KeyOf>
+__device__ __forceinline__ void apply_mask_by_key(Scores& scores, const Mask& mask,
+                                                  const RowOf& row_of, const KeyOf& key_of) {
+  const auto rows_of_key = [&](int c) { return mask.rows_of_keys({key_of(c), key_of(c) + 1}); };
+  CUTE_UNROLL
+  for (int c = 0; c < size<1>(scores); ++c) {
+    const Range rows = rows_of_key(c);
+    const int begin = (rows.empty() ? kMaxSeqlen : rows.begin) - row_of(0);
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      if (row_of(r) - row_of(0) < begin) scores(r, c) = masked_score<float>();
+    }
+  }
+  if (mask.window_left < 0) return;
+  CUTE_UNROLL
+  for (int c = 0; c < size<1>(scores); ++c) {
+    const int end = rows_of_key(c).end - row_of(0);
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      if (row_of(r) - row_of(0) >= end) scores(r, c) = masked_score<float>();
+    }
+  }
+}
+
+}  // namespace neginf
