@@ -68,9 +68,10 @@ struct ForwardTraits {
   static constexpr int kWorkSlots = 4;
   static constexpr int kWarpgroups = kBlockM / 64;  // consumers
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
-  // Per thread; 512 for four warpgroups together, as many as the multiprocessor has.
-  static constexpr int kProducerRegisters = 32;
-  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
+  // Per thread; at most 512 for all warpgroups together, as many as the multiprocessor has. Two
+  // consumers leave some over for the producers, of which kernels that modify scores need more.
+  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : kModifiesScores ? 224 : 232;
+  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : kModifiesScores ? 56 : 40;
 
   using ScoreTile = Shape<Int<kBlockM>, Int<kBlockN>>;
   using OutputTile = Shape<Int<kBlockM>, Int<kHeadDim>>;

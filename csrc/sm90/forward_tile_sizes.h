@@ -56,7 +56,7 @@ struct ForwardTile<64, true> : TileSizes<128, 128, 2, false> {};
 template <bool kModifiesScores>
 struct ForwardTile<96, kModifiesScores> : TileSizes<192, 112, 2, true> {};
 template <>
-struct ForwardTile<96, true> : TileSizes<128, 96, 2, false> {};
+struct ForwardTile<96, true> : TileSizes<128, 128, 2, false> {};
 
 template <bool kModifiesScores>
 struct ForwardTile<128, kModifiesScores> : TileSizes<128, 128, 2, false> {};
