@@ -26,18 +26,22 @@ template <typename Partial, typename Real>
 class RowStates<Partial, StackedStates<Real>> {
  public:
   NEGINF_HOST_DEVICE RowStates(const StackedStates<Real>& states, MergeRow row)
-      : out_(static_cast<const Partial*>(states.out) + row.offset(states.out_strides)),
-        lse_(states.lse + row.offset(states.lse_strides)),
-        out_stride_(states.out_strides.split),
-        lse_stride_(states.lse_strides.split) {}
+      : states_(states),
+        out_offset_(row.offset(states.out_strides)),
+        lse_offset_(row.offset(states.lse_strides)) {}
 
-  NEGINF_HOST_DEVICE const Partial* out(int state) const { return out_ + state * out_stride_; }
-  NEGINF_HOST_DEVICE BasicLse<Real> lse(int state) const { return lse_[state * lse_stride_]; }
+  NEGINF_HOST_DEVICE const Partial* out(int state) const {
+    return static_cast<const Partial*>(states_.out) + out_offset_ +
+           state * states_.out_strides.split;
+  }
+  NEGINF_HOST_DEVICE BasicLse<Real> lse(int state) const {
+    return states_.lse[lse_offset_ + state * states_.lse_strides.split];
+  }
 
  private:
-  const Partial* out_;
-  const BasicLse<Real>* lse_;
-  int64_t out_stride_, lse_stride_;
+  // Offsets and not pointers: nvcc 13.0 reads an lse from local memory if its address is kept here.
+  const StackedStates<Real>& states_;
+  int64_t out_offset_, lse_offset_;
 };
 
 template <typename Partial, typename Real>
