@@ -39,7 +39,8 @@ struct Problem {
   int batch;
   int num_heads;    // query heads; a multiple of num_heads_k
   int num_heads_k;  // key/value heads
-  int head_dim;
+  int head_dim;     // of q and k
+  int head_dim_v;   // of v and out, <= head_dim
   int seqlen_q;     // rows per sequence of a dense tensor; varlen: max_seqlen_q, a hint for grids
   int seqlen_k;     // likewise
   int64_t total_q;  // rows of the q buffer per batch entry: seqlen_q, or varlen: q.size(0)
@@ -66,7 +67,7 @@ struct AttentionInputs {
 
   const void* q;  // (batch, seqlen_q, num_heads, head_dim) or (total_q, num_heads, head_dim)
   const void* k;  // (batch, seqlen_k, num_heads_k, head_dim) or (total_k, num_heads_k, head_dim)
-  const void* v;  // as k
+  const void* v;  // as k, of head_dim_v
   Strides q_strides, k_strides, v_strides;
   LseStrides lse_strides;
 
@@ -76,7 +77,7 @@ struct AttentionInputs {
 
 template <typename Real>
 struct ForwardParams : AttentionInputs<Real> {
-  void* out;  // as q
+  void* out;  // as q, of head_dim_v
   BasicLse<Real>* lse;
   Strides out_strides;
 
@@ -103,8 +104,8 @@ class Workspace {
 
 template <typename Real>
 struct BackwardParams : AttentionInputs<Real> {
-  const void* out;            // as q
-  const void* dout;           // as q
+  const void* out;            // as q, of head_dim_v
+  const void* dout;           // as out
   const BasicLse<Real>* lse;  // public values; never modified
   const Real* dlse;           // lse-shaped with lse_strides, null: zero
   void* dq;

@@ -34,7 +34,7 @@ def product(a, b):
 
 
 def sequence_state(q, k, v, mask, scale, softcap, slopes, sink, softmax_dtype):
-    """One sequence: q (sq, h, d), k and v (sk, hk, d) -> out (sq, h, d), lse (h, sq)."""
+    """One sequence: q (sq, h, d), k (sk, hk, d), v (sk, hk, dv) -> out (sq, h, dv), lse (h, sq)."""
     sq, heads, _ = q.shape
     sk, heads_k, _ = k.shape
     q = torch.where(mask.any(1)[:, None, None], q, 0)
@@ -130,7 +130,7 @@ def attention(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     q, k, v = (t.to(compute) for t in (q, k, v))
     dense = q.dim() == 4
-    out = torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     if dense:
         lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), NEG_INF, dtype=softmax_dtype)
     else:

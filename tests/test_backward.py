@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import judge
 import neginf
-from problems import Inputs, Problem, check_gradients, problems
+from problems import NARROWER_VALUES, Inputs, Problem, check_gradients, problems
 from targets import runs_on
 
 NEG_INF = float("-inf")
@@ -54,6 +54,7 @@ BASE = Problem(lengths_q=(70,) * 2, lengths_k=(66,) * 2, heads=4, heads_k=2, hea
         {"lengths_q": (1, 1), "lengths_k": (300, 300)},
         {"lengths_q": (300, 300), "lengths_k": (1, 1), "causal": True},
         {"head_dim": 59},
+        {"head_dim_v": 24, "sink": (0.5, -2.0, 3.0, NEG_INF), "causal": True},
         {"lengths_q": (600,), "lengths_k": (1100,), "causal": True, "softcap": 2.0},
         {"lengths_q": (1100,), "lengths_k": (1100,), "window_size": (20, 3), "alibi": "bh"},
         {
@@ -67,6 +68,21 @@ BASE = Problem(lengths_q=(70,) * 2, lengths_k=(66,) * 2, heads=4, heads_k=2, hea
 )
 def test_features(target, changes):
     check_gradients(Inputs(BASE.with_(**changes), target.dtype, target.device))
+
+
+@runs_on("forward", "backward")
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"causal": True, "deterministic": True}, {"softcap": 2.0, "alibi": "h"}],
+    ids=str,
+)
+def test_narrower_values(target, changes):
+    for head_dim, head_dim_v in NARROWER_VALUES:
+        if head_dim > target.max_head_dim:
+            continue
+        problem = BASE.with_(head_dim=head_dim, head_dim_v=head_dim_v, **changes)
+        gradients = check_gradients(Inputs(problem, target.dtype, target.device))
+        assert gradients["v"].shape[-1] == head_dim_v
 
 
 @runs_on("forward", "backward")

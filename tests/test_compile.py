@@ -40,6 +40,7 @@ PROBLEMS = {
         used_q=(9, 3), used_k=(0, 7), window_size=(3, 1), num_splits=2, softmax_scale=0.5,
     ),
     "no_keys": Problem(lengths_q=(9,), lengths_k=(0,)),
+    "narrower_values": Problem(lengths_q=(9,), lengths_k=(7,), head_dim=24, head_dim_v=9),
     "varlen": Problem(
         lengths_q=(4, 0, 5), lengths_k=(3, 2, 0), varlen=True, extra_q=2, sink=(1.0, 0.0)
     ),
@@ -128,7 +129,9 @@ def test_compile_dense(target, dynamic):
 
     function = compiled(attend, dynamic)
     for length in (128, 196, 257):
-        leaves = [torch.randn(2, length, 2, 16).to(target.device, target.dtype) for _ in range(3)]
+        leaves = [
+            torch.randn(2, length, 2, n).to(target.device, target.dtype) for n in (16, 16, 12)
+        ]
         check_compiled(function, leaves, attend)
     leaves[1:] = [t[:, :0] for t in leaves[1:]]
     check_compiled(function, leaves, attend)
@@ -208,8 +211,10 @@ def test_fake_tensors_have_the_right_layout():
         q = torch.empty(2, 3, 9, 16, dtype=torch.bfloat16).transpose(1, 2)
         k = torch.empty(2, 4, 1, 16, dtype=torch.bfloat16)
         out, lse = neginf.flash_attn_func(q, k, k, return_lse=True)
+        narrow = neginf.flash_attn_func(q, k, k[..., :4])
     assert (out.shape, out.dtype, out.is_contiguous()) == (q.shape, torch.bfloat16, True)
     assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((2, 3, 9), torch.float32, True)
+    assert (narrow.shape, narrow.is_contiguous()) == ((2, 9, 3, 4), True)
 
 
 @runs_on("forward", "combine", dtypes=("bfloat16",), gpu_only=True)

@@ -52,7 +52,8 @@ DENSE = [
     ({"k": zeros(3, 6, 2, 8), "v": zeros(3, 6, 2, 8)}, ValueError, "k"),
     ({"v": zeros(2, 7, 2, 8)}, ValueError, "v"),
     ({"v": zeros(2, 6, 4, 8)}, ValueError, "v"),
-    ({"v": zeros(2, 6, 2, 4)}, ValueError, "v"),
+    ({"v": zeros(2, 6, 2, 9)}, ValueError, "v"),
+    ({"v": zeros(2, 6, 2, 0)}, ValueError, "v"),
     ({"q": zeros(2, 5, 4, 16)}, ValueError, "k"),
     ({"q": zeros(2, 5, 3, 8)}, ValueError, "q"),
     ({"q": zeros(2, 5, 1, 8)}, ValueError, "q"),
@@ -152,6 +153,11 @@ def test_packed(case):
     changes, error, argument = case
     with pytest.raises(error, match=rf"^(?:{argument})"):
         neginf.flash_attn_varlen_func(**{**packed_arguments(), **changes})
+
+
+def test_a_value_head_dim_above_that_of_q():
+    with pytest.raises(ValueError, match=r"^v: got head_dim 9; accepted are 1 to .* of q, 8$"):
+        neginf.flash_attn_func(**{**dense_arguments(), "v": zeros(2, 6, 2, 9)})
 
 
 def test_message_says_what_was_got_and_what_is_accepted():
@@ -257,6 +263,16 @@ def test_backward_rejects_a_public_inf():
         torch.ops.neginf.backward(q, None, q, q, q, out, torch.full_like(lse, INF), *options)
 
 
+def test_backward_rejects_another_head_dim_than_that_of_v():
+    q, v = zeros(1, 3, 2, 8), zeros(1, 3, 2, 4)
+    out, lse = neginf.flash_attn_func(q, q, v, return_lse=True)
+    options = (None,) * 6 + (1.0, False, -1, -1, 0.0, None, None, 1, False)
+    with pytest.raises(ValueError, match=r"^dout: got shape .* 8\]; accepted is .* 4\]"):
+        torch.ops.neginf.backward(q, None, q, q, v, out, lse, *options)
+    with pytest.raises(ValueError, match=r"^out: got shape .* 8\]; accepted is .* 4\]"):
+        torch.ops.neginf.backward(out, None, q, q, v, q, lse, *options)
+
+
 def test_fake_tensors_are_checked_too():
     q = zeros(1, 3, 2, 8).to("meta")
     for changes, error in (
@@ -264,6 +280,7 @@ def test_fake_tensors_are_checked_too():
         ({"softmax_scale": float("nan")}, ValueError),
         ({"num_splits": -4}, ValueError),
         ({"q": None}, TypeError),
+        ({"v": q[0]}, ValueError),
     ):
         with pytest.raises(error, match=f"^{next(iter(changes))}"):
             neginf.flash_attn_func(**{"q": q, "k": q, "v": q, **changes})

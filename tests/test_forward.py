@@ -11,7 +11,7 @@ import judge
 import neginf
 import oracle
 from neginf import _C
-from problems import Guarded, Inputs, Problem, check_forward, problems
+from problems import NARROWER_VALUES, Guarded, Inputs, Problem, check_forward, problems
 from targets import HALF, runs_on
 
 NEG_INF = float("-inf")
@@ -51,6 +51,30 @@ def test_head_dims(target):
     for head_dim in head_dims:
         problem = Problem(lengths_q=(40,), lengths_k=(70,), head_dim=head_dim, causal=True)
         check_forward(Inputs(problem, target.dtype, target.device))
+
+
+@runs_on("forward", "combine")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": True, "num_splits": 3},
+        {"lengths_q": (5,), "num_splits": 0},
+        {"softcap": 2.0, "alibi": "h", "sink": (0.5, NEG_INF, 1.0, -2.0)},
+    ],
+    ids=str,
+)
+def test_narrower_values(target, changes):
+    for head_dim, head_dim_v in NARROWER_VALUES:
+        if head_dim > target.max_head_dim:
+            continue
+        problem = Problem(
+            lengths_q=(300,), lengths_k=(330,), heads=4, heads_k=2, head_dim=head_dim,
+            head_dim_v=head_dim_v,
+        )  # fmt: skip
+        inputs = Inputs(problem.with_(**changes), target.dtype, target.device)
+        out, _ = check_forward(inputs)
+        assert out.shape[-1] == head_dim_v
 
 
 @runs_on("forward")

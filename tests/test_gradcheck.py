@@ -23,6 +23,7 @@ PROBLEMS = {
     "alibi": BASE.with_(alibi="h"),
     "alibi_batch": BASE.with_(lengths_q=(4,) * 2, lengths_k=(5,) * 2, alibi="bh", causal=True),
     "gqa": BASE.with_(heads=4, heads_k=2),
+    "narrower_values": BASE.with_(head_dim_v=2, causal=True),
     "mha": BASE.with_(heads=2, heads_k=2),
     "splits": BASE.with_(num_splits=3),
     "scale": BASE.with_(softmax_scale=0.3),

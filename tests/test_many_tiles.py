@@ -29,15 +29,18 @@ CASES = {
 }  # fmt: skip
 
 
-def problem_of(case, head_dim):
-    return Problem(**{"heads": 12, "heads_k": 3, "head_dim": head_dim, **CASES[case]})
+def problem_of(case, head_dim, head_dim_v=None):
+    sizes = {"heads": 12, "heads_k": 3, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    return Problem(**{**sizes, **CASES[case]})
 
 
 @runs_on("forward", dtypes=("bfloat16",), gpu_only=True)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(64, None), (128, None), (192, 128), (256, None)]
+)
 @pytest.mark.parametrize("case", CASES)
-def test_forward(target, case, head_dim):
-    check_forward(Inputs(problem_of(case, head_dim), target.dtype, target.device))
+def test_forward(target, case, head_dim, head_dim_v):
+    check_forward(Inputs(problem_of(case, head_dim, head_dim_v), target.dtype, target.device))
 
 
 @runs_on("forward", dtypes=("bfloat16",), gpu_only=True)

@@ -33,6 +33,7 @@ PROBLEMS = {
     ),
     "batch_0": Problem(lengths_q=(), lengths_k=(), head_dim=64),
     "head_dim_59": Problem(lengths_q=(5,), lengths_k=(300,), head_dim=59),
+    "narrower_values": Problem(lengths_q=(5,), lengths_k=(300,), head_dim=64, head_dim_v=40),
 }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ SWITCHES = {
     "full": {},
     "causal": {"causal": True},
     "window": {"window_size": (4, 1)},
+    "narrower_values": {"head_dim": 40, "head_dim_v": 24, "causal": True},
     "everything": {
         "causal": True, "softcap": 5.0, "alibi": "bh", "sink": (0.5, NEG_INF, -1.0, 2.0)
     },

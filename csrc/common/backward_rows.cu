@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 5)
       const int64_t lse_at = block.lse_offset(params.lse_strides, row);
       lse = params.lse[lse_at];
       if (params.dlse != nullptr) dlse = params.dlse[lse_at];
-      if (lane * kPack < problem.head_dim) {
+      if (lane * kPack < problem.head_dim_v) {
         out =
             *reinterpret_cast<const Loaded*>(static_cast<const Element*>(params.out) +
                                              block.offset(params.out_strides, row) + lane * kPack);
@@ -273,7 +273,7 @@ void prepare_backward(const BackwardParams<float>& params, const BackwardRows& r
   dispatch_tile_rows(rows.tile_rows, [&](auto kRows) {
     if (blocks > 0) {
       dispatch_dtype(dtype, [&](auto element) {
-        dispatch_lanes(params.problem.head_dim, [&](auto kLanes) {
+        dispatch_lanes(params.problem.head_dim_v, [&](auto kLanes) {
           prepare_kernel<decltype(element), kRows, kLanes>
               <<<blocks, kThreads, 0, params.stream>>>(params, rows);
         });

@@ -112,7 +112,7 @@ __device__ __forceinline__ void store_partial(const ForwardParams<float>& params
     CUTE_UNROLL
     for (int c = 0; c < size<1>(output); c += 2) {
       const int column = get<1>(coordinates(r, c));
-      if (column < params.problem.head_dim) {
+      if (column < params.problem.head_dim_v) {
         *reinterpret_cast<float2*>(to + column) = make_float2(output(r, c), output(r, c + 1));
       }
     }

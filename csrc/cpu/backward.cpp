@@ -32,9 +32,10 @@ class BackwardWorker {
         problem_(params.problem),
         type_(type),
         head_dim_(problem_.head_dim),
+        head_dim_v_(problem_.head_dim_v),
         q_(kBlockM * head_dim_),
-        out_(kBlockM * head_dim_),
-        dout_(kBlockM * head_dim_),
+        out_(kBlockM * head_dim_v_),
+        dout_(kBlockM * head_dim_v_),
         dq_(kBlockM * head_dim_),
         delta_(kBlockM),
         p_(kBlockM * kBlockN),
@@ -50,10 +51,10 @@ class BackwardWorker {
 
     const Range visible = mask_.visible_keys();
     first_key_ = visible.begin;
-    k_ = key_rows(params_.k, params_.k_strides, head_k)[visible].to(kScalarType<Real>);
-    v_ = key_rows(params_.v, params_.v_strides, head_k)[visible].to(kScalarType<Real>);
+    k_ = key_rows(params_.k, params_.k_strides, head_k, head_dim_)[visible].to(kScalarType<Real>);
+    v_ = key_rows(params_.v, params_.v_strides, head_k, head_dim_v_)[visible].to(kScalarType<Real>);
     dk_ = at::zeros({visible.size(), head_dim_}, kScalarType<Real>);
-    dv_ = at::zeros({visible.size(), head_dim_}, kScalarType<Real>);
+    dv_ = at::zeros({visible.size(), head_dim_v_}, kScalarType<Real>);
 
     const int group = problem_.num_heads / problem_.num_heads_k;
     for (int head = head_k * group; head < (head_k + 1) * group; ++head) {
@@ -65,16 +66,16 @@ class BackwardWorker {
         params_.dsink[int64_t{sequence_} * problem_.num_heads + head] = dsink_;
       }
     }
-    write_key_gradient(key_rows(params_.dk, params_.dk_strides, head_k), visible, dk_);
-    write_key_gradient(key_rows(params_.dv, params_.dv_strides, head_k), visible, dv_);
+    write_key_gradient(key_rows(params_.dk, params_.dk_strides, head_k, head_dim_), visible, dk_);
+    write_key_gradient(key_rows(params_.dv, params_.dv_strides, head_k, head_dim_v_), visible, dv_);
   }
 
  private:
-  HeadRows query_rows(const void* tensor, const Strides& strides, int head) const {
-    return {tensor, type_, strides, sequence_, queries_.first_row, head, head_dim_};
+  HeadRows query_rows(const void* tensor, const Strides& strides, int head, int head_dim) const {
+    return {tensor, type_, strides, sequence_, queries_.first_row, head, head_dim};
   }
-  HeadRows key_rows(const void* tensor, const Strides& strides, int head_k) const {
-    return {tensor, type_, strides, sequence_, keys_.first_row, head_k, head_dim_};
+  HeadRows key_rows(const void* tensor, const Strides& strides, int head_k, int head_dim) const {
+    return {tensor, type_, strides, sequence_, keys_.first_row, head_k, head_dim};
   }
 
   void write_key_gradient(const HeadRows& rows, Range visible, const at::Tensor& gradient) const {
@@ -86,7 +87,7 @@ class BackwardWorker {
   // `block` counts the rows of the buffer, those past the sequence's length included.
   void run_block(int head, Range block) {
     const Range rows = intersect(block, {0, queries_.length});
-    const HeadRows dq_rows = query_rows(params_.dq, params_.dq_strides, head);
+    const HeadRows dq_rows = query_rows(params_.dq, params_.dq_strides, head, head_dim_);
     dq_rows[{rows.end, block.end}].zero_();
     if (rows.empty()) return;
 
@@ -98,16 +99,17 @@ class BackwardWorker {
     }
     // A key that only other rows see may have brought 0 * NaN.
     for (int i = 0; i < rows.size(); ++i) {
-      if (visible_[i].empty()) clear(dq_, i);
+      if (visible_[i].empty()) clear(dq_, i, head_dim_);
     }
     dq_rows[rows].copy_(dq.mul_(problem_.softmax_scale));
   }
 
   // Rows that see no key, and those whose Lse is empty, come in as zeros whatever they hold.
   void load(int head, Range rows) {
-    q_.copy(query_rows(params_.q, params_.q_strides, head)[rows]).mul_(problem_.softmax_scale);
-    out_.copy(query_rows(params_.out, params_.out_strides, head)[rows]);
-    dout_.copy(query_rows(params_.dout, params_.dout_strides, head)[rows]);
+    q_.copy(query_rows(params_.q, params_.q_strides, head, head_dim_)[rows])
+        .mul_(problem_.softmax_scale);
+    out_.copy(query_rows(params_.out, params_.out_strides, head, head_dim_v_)[rows]);
+    dout_.copy(query_rows(params_.dout, params_.dout_strides, head, head_dim_v_)[rows]);
     const int64_t lse_row = sequence_ * params_.lse_strides.batch +
                             head * params_.lse_strides.head + queries_.first_row + rows.begin;
     lse_ = params_.lse + lse_row;
@@ -127,14 +129,14 @@ class BackwardWorker {
       divisor_.push_back(Divisor::of(is_nan(lse.value()) ? Lse::empty() : lse));
       if (!sees_keys) {
         common_ = {0, 0};
-        clear(q_, i);
-        clear(dout_, i);
+        clear(q_, i, head_dim_);
+        clear(dout_, i, head_dim_v_);
       } else if (is_nan(lse.value())) {
         // Its NaN will be in P and dS of the keys it sees; in q and dO it would meet the zeros of
         // the other keys too.
         nan_rows_.push_back(i);
-        if (has_nan(q_, i)) clear(q_, i);
-        clear(dout_, i);
+        if (q_has_nan(i)) clear(q_, i, head_dim_);
+        clear(dout_, i, head_dim_v_);
       } else if (is_nan(delta)) {
         nan_rows_.push_back(i);
       }
@@ -144,10 +146,10 @@ class BackwardWorker {
   // Where a row sees no key its O is the constant 0, unless the Lse comes from a merge with other
   // keys: what is 0 in it owes nothing to dO, which may be NaN.
   Real dout_dot_out(int i, bool sees_keys) const {
-    const Real* out = out_.data() + i * head_dim_;
-    const Real* dout = dout_.data() + i * head_dim_;
+    const Real* out = out_.data() + i * head_dim_v_;
+    const Real* dout = dout_.data() + i * head_dim_v_;
     Real sum = 0;
-    for (int d = 0; d < head_dim_; ++d) {
+    for (int d = 0; d < head_dim_v_; ++d) {
       if (sees_keys || out[d] != Real(0)) sum += out[d] * dout[d];
     }
     return sum;
@@ -160,7 +162,7 @@ class BackwardWorker {
 
   void add_tile(int head, Range rows, Range keys) {
     const at::Tensor q = q_.view(rows.size(), head_dim_);
-    const at::Tensor dout = dout_.view(rows.size(), head_dim_);
+    const at::Tensor dout = dout_.view(rows.size(), head_dim_v_);
     const at::Tensor dq = dq_.view(rows.size(), head_dim_);
     const at::Tensor k = of_keys(k_, keys);
     const at::Tensor p = p_.view(rows.size(), keys.size());
@@ -216,12 +218,12 @@ class BackwardWorker {
     }
   }
 
-  void clear(const Scratch<Real>& block, int row) const {
-    std::fill_n(block.data() + row * head_dim_, head_dim_, Real(0));
+  static void clear(const Scratch<Real>& block, int row, int head_dim) {
+    std::fill_n(block.data() + row * head_dim, head_dim, Real(0));
   }
 
-  bool has_nan(const Scratch<Real>& block, int row) const {
-    const Real* values = block.data() + row * head_dim_;
+  bool q_has_nan(int row) const {
+    const Real* values = q_.data() + row * head_dim_;
     return std::any_of(values, values + head_dim_, is_nan);
   }
 
@@ -239,6 +241,7 @@ class BackwardWorker {
   const Problem<Real>& problem_;
   const at::ScalarType type_;
   const int head_dim_;
+  const int head_dim_v_;
 
   // Of the item: one sequence and key head. k_, v_, dk_, dv_ hold the keys that somebody sees.
   int sequence_ = 0;

@@ -39,23 +39,23 @@ std::vector<RowBlock> row_blocks(const Problem<Real>& problem) {
 // The online softmax of a block of rows: what has been summed over the tiles so far.
 template <typename Real>
 struct SoftmaxState {
-  explicit SoftmaxState(int head_dim)
+  explicit SoftmaxState(int head_dim_v)
       : max(kBlockM),
         sum(kBlockM),
         tile_max(kBlockM),
         tile_sum(kBlockM),
-        accumulated(kBlockM * head_dim) {}
+        accumulated(kBlockM * head_dim_v) {}
 
-  void reset(int rows, int head_dim) {
+  void reset(int rows, int head_dim_v) {
     std::fill_n(max.data(), rows, masked_score<Real>());
     std::fill_n(sum.data(), rows, Real(0));
-    std::fill_n(accumulated.data(), rows * head_dim, Real(0));
+    std::fill_n(accumulated.data(), rows * head_dim_v, Real(0));
   }
 
   // Adds a tile; scores become probabilities that are still to be divided by the row's sum.
   void add(at::Tensor scores, const at::Tensor& v) {
     const int rows = static_cast<int>(scores.size(0));
-    const int head_dim = static_cast<int>(v.size(1));
+    const int head_dim_v = static_cast<int>(v.size(1));
     at::Tensor shift = tile_max.view(rows, 1);
     at::Tensor row_sum = tile_sum.view(rows, 1);
     at::amax_out(shift, scores, {1}, /*keepdim=*/true);
@@ -64,19 +64,19 @@ struct SoftmaxState {
       max.data()[i] = running_max(old_max, tile_max.data()[i]);
       tile_max.data()[i] = softmax_shift(max.data()[i]);
       // old_max itself and not its shift: what precedes the first visible key weighs exp(-inf) = 0.
-      rescale(i, std::exp(old_max - tile_max.data()[i]), head_dim);
+      rescale(i, std::exp(old_max - tile_max.data()[i]), head_dim_v);
     }
     scores.sub_(shift).exp_();
     at::sum_out(row_sum, scores, {1}, /*keepdim=*/true);
     for (int i = 0; i < rows; ++i) sum.data()[i] += tile_sum.data()[i];
-    accumulated.view(rows, head_dim).addmm_(scores, v);
+    accumulated.view(rows, head_dim_v).addmm_(scores, v);
   }
 
-  void rescale(int row, Real factor, int head_dim) {
+  void rescale(int row, Real factor, int head_dim_v) {
     if (factor == Real(1)) return;
     sum.data()[row] *= factor;
-    Real* out = accumulated.data() + row * head_dim;
-    for (int d = 0; d < head_dim; ++d) out[d] *= factor;
+    Real* out = accumulated.data() + row * head_dim_v;
+    for (int d = 0; d < head_dim_v; ++d) out[d] *= factor;
   }
 
   Scratch<Real> max;
@@ -95,10 +95,10 @@ class ForwardWorker {
         problem_(params.problem),
         type_(type),
         blocks_(blocks),
-        state_(problem_.head_dim),
+        state_(problem_.head_dim_v),
         q_(kBlockM * problem_.head_dim),
         k_(kBlockN * problem_.head_dim),
-        v_(kBlockN * problem_.head_dim),
+        v_(kBlockN * problem_.head_dim_v),
         scores_(kBlockM * kBlockN) {}
 
   // Blocks of one head are neighbours, so that its keys stay in the cache.
@@ -108,7 +108,7 @@ class ForwardWorker {
     const int head = static_cast<int>(item % problem_.num_heads);
     const int split = static_cast<int>(item / problem_.num_heads);
 
-    state_.reset(block.rows.size(), problem_.head_dim);
+    state_.reset(block.rows.size(), problem_.head_dim_v);
     attend(block, head, split);
     write(block, head, split);
   }
@@ -130,7 +130,7 @@ class ForwardWorker {
     const HeadRows all_k(params_.k, type_, params_.k_strides, block.sequence, keys.first_row,
                          head_k, problem_.head_dim);
     const HeadRows all_v(params_.v, type_, params_.v_strides, block.sequence, keys.first_row,
-                         head_k, problem_.head_dim);
+                         head_k, problem_.head_dim_v);
     const HeadScores<Real> head_scores{problem_, mask, block.sequence, head};
 
     const at::Tensor q = q_.copy(all_q[rows]).mul_(problem_.softmax_scale);
@@ -162,11 +162,11 @@ class ForwardWorker {
         row = merge_sink(row, problem_.sink[head]);
       }
       lse[i] = row.lse;
-      Real* out = state_.accumulated.data() + i * problem_.head_dim;
-      for (int d = 0; d < problem_.head_dim; ++d) out[d] = row.output(out[d]);
+      Real* out = state_.accumulated.data() + i * problem_.head_dim_v;
+      for (int d = 0; d < problem_.head_dim_v; ++d) out[d] = row.output(out[d]);
     }
     out_rows(block.sequence, queries.first_row, head, split)[block.rows].copy_(
-        state_.accumulated.view(block.rows.size(), problem_.head_dim));
+        state_.accumulated.view(block.rows.size(), problem_.head_dim_v));
   }
 
   HeadRows out_rows(int sequence, int64_t first_row, int head, int split) const {
@@ -177,9 +177,10 @@ class ForwardWorker {
               sequence,
               first_row,
               head,
-              problem_.head_dim};
+              problem_.head_dim_v};
     }
-    return {params_.out, type_, params_.out_strides, sequence, first_row, head, problem_.head_dim};
+    return {params_.out, type_, params_.out_strides, sequence,
+            first_row,   head,  problem_.head_dim_v};
   }
 
   const ForwardParams<Real>& params_;

@@ -193,7 +193,6 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
   constexpr int kBlockM = Traits::kBlockM;
   constexpr int kBlockN = Traits::kBlockN;
   constexpr bool kSingleDout = Traits::kStagesDout == 1;
-  const int head_dim = params.problem.head_dim;
   int steps_left = work.row_tiles.size() * work.group;
   if (steps_left == 0) return;
 
@@ -261,8 +260,8 @@ __device__ __forceinline__ void mainloop(const BackwardParams<float>& params,
 
   RowLoader<Traits> loader(params, rows, work);
   int stage = 0;
-  load_keys<Traits>(params.k, params.k_strides, shared.k, work, head_dim);
-  load_keys<Traits>(params.v, params.v_strides, shared.v, work, head_dim);
+  load_keys<Traits>(params.k, params.k_strides, shared.k, work, params.problem.head_dim);
+  load_keys<Traits>(params.v, params.v_strides, shared.v, work, params.problem.head_dim_v);
   loader.load_q(shared.q[0]);
   loader.load_dout(shared.dout[0]);
   loader.load_statistics(&shared.statistics[0]);
@@ -466,11 +465,11 @@ __global__ void __launch_bounds__(Traits::kThreads)
   store_key_gradient<Traits>(params.dk, params.dk_strides, params.problem.softmax_scale, work, tKrK,
                              shared.k, params.problem.head_dim);
   store_key_gradient<Traits>(params.dv, params.dv_strides, 1.f, work, tVrV, shared.v,
-                             params.problem.head_dim);
+                             params.problem.head_dim_v);
 }
 
-// Pointers are aligned to 16 bytes, head_dim and the strides of row, head and batch are multiples
-// of 8 elements; head_dim <= kHeadDim.
+// Pointers are aligned to 16 bytes, head_dim, head_dim_v and the strides of row, head and batch are
+// multiples of 8 elements; head_dim_v <= head_dim <= kHeadDim.
 template <typename Traits>
 void launch_backward(const BackwardParams<float>& params, const BackwardRows& rows) {
   const Problem<float>& problem = params.problem;

@@ -40,7 +40,7 @@ class RowLoader {
     ++step_.tile;
     q_ += Traits::kBlockM * params_.q_strides.row;
     if constexpr (kKeepsDoutPointer) dout_ += Traits::kBlockM * params_.dout_strides.row;
-    find_whether_whole();
+    find_whether_all_see_keys();
   }
 
   // Of the step. Read from global memory an iteration before it is needed; to compare it earlier
@@ -50,12 +50,12 @@ class RowLoader {
   }
 
   __device__ __forceinline__ void load_q(const Element* shared) const {
-    load(q_, params_.q_strides.row, shared);
+    load(q_, params_.q_strides.row, params_.problem.head_dim, shared);
   }
 
   __device__ __forceinline__ void load_dout(const Element* shared) const {
     const Element* from = kKeepsDoutPointer ? dout_ : pointer(params_.dout, params_.dout_strides);
-    load(from, params_.dout_strides.row, shared);
+    load(from, params_.dout_strides.row, params_.problem.head_dim_v, shared);
   }
 
   __device__ __forceinline__ void load_statistics(
@@ -95,27 +95,26 @@ class RowLoader {
     step_ = {head, work_.row_tiles.begin};
     q_ = pointer(params_.q, params_.q_strides);
     if constexpr (kKeepsDoutPointer) dout_ = pointer(params_.dout, params_.dout_strides);
-    find_whether_whole();
+    find_whether_all_see_keys();
   }
 
   // Known before the barrier that the loads wait for.
-  __device__ __forceinline__ void find_whether_whole() {
+  __device__ __forceinline__ void find_whether_all_see_keys() {
     const int first = step_.tile * Traits::kBlockM;
-    is_whole_ = work_.rows_with_keys.begin <= first &&
-                first + Traits::kBlockM <= work_.rows_with_keys.end &&
-                params_.problem.head_dim == Traits::kHeadDim;
+    all_see_keys_ =
+        work_.rows_with_keys.begin <= first && first + Traits::kBlockM <= work_.rows_with_keys.end;
   }
 
   // Rows that see no key, and what lies past head_dim, become 0.
-  __device__ __forceinline__ void load(const Element* from, int64_t row_stride,
+  __device__ __forceinline__ void load(const Element* from, int64_t row_stride, int head_dim,
                                        const Element* shared) const {
     const Piece mine = Piece::of_thread();
     const uint32_t to = cast_smem_ptr_to_uint(shared) + Shared::offset(mine.row, mine.chunk);
     const Range wanted = work_.rows_with_keys;
     const int first = step_.tile * Traits::kBlockM + mine.row;
-    const int head_dim = params_.problem.head_dim;
+    const bool is_whole = all_see_keys_ && head_dim == Traits::kHeadDim;
     load_chunks<Shared, kRowsAtATime>(to, reinterpret_cast<const char*>(from),
-                                      kRowsAtATime * 2 * row_stride, is_whole_, [&](int r, int b) {
+                                      kRowsAtATime * 2 * row_stride, is_whole, [&](int r, int b) {
                                         return wanted.contains(first + r) &&
                                                mine.chunk * 8 + b * Shared::kWidth < head_dim;
                                       });
@@ -127,7 +126,7 @@ class RowLoader {
   RowStep step_;
   const Element* q_;
   const Element* dout_;
-  bool is_whole_;  // every row sees a key and head_dim is kHeadDim: loads need no predicates
+  bool all_see_keys_;  // the rows of the step
 };
 
 template <typename Traits, typename Element>

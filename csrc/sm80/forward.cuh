@@ -263,7 +263,8 @@ __device__ __forceinline__ void mainloop(const ForwardParams<float>& params, con
   // Inlined by force: in a call the accumulators would live in memory.
   const auto step = [&](auto masked) __attribute__((always_inline)) {
     // K(t) is there, and all warps are past O(t-1).
-    barrier_then([&] { return v_load(tile); }).issue(params.v_strides.row, params.problem.head_dim);
+    auto load_v = barrier_then([&] { return v_load(tile); });
+    load_v.issue(params.v_strides.row, params.problem.head_dim_v);
     Tensor tSrS = partition_fragment_C(mma, ScoreTile{});
     clear(tSrS);
     forget(q_address);
@@ -357,7 +358,7 @@ __device__ __forceinline__ void store_output(const ForwardParams<float>& params,
         char* to = static_cast<char*>(params.out) + 2 * offset + mine.chunk * 16;
         CUTE_UNROLL
         for (int b = 0; b < Shared::kBlocks; ++b) {
-          if (mine.within(params.problem.head_dim, b)) {
+          if (mine.within(params.problem.head_dim_v, b)) {
             *reinterpret_cast<uint4*>(to + b * Shared::kRowBytes) = *reinterpret_cast<const uint4*>(
                 from + r * Shared::kRowBytes + b * Shared::kBlockBytes);
           }
@@ -409,8 +410,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   }
 }
 
-// Pointers are aligned to 16 bytes, head_dim and the strides of row, head and batch are multiples
-// of 8 elements; head_dim <= kHeadDim.
+// Pointers are aligned to 16 bytes, head_dim, head_dim_v and the strides of row, head and batch are
+// multiples of 8 elements; head_dim_v <= head_dim <= kHeadDim.
 template <typename Traits>
 void launch_forward(const ForwardParams<float>& params) {
   const Problem<float>& problem = params.problem;

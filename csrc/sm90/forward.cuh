@@ -52,10 +52,11 @@ using namespace cute;
 
 // ------------------------------------------------------------------------------------------ traits
 
-template <typename Element_, int kHeadDim_, typename Tile, bool kModifiesScores_>
+template <typename Element_, int kHeadDim_, int kHeadDimV_, typename Tile, bool kModifiesScores_>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;  // of V and O
   static constexpr bool kModifiesScores = kModifiesScores_;
   static constexpr int kBlockM = Tile::kBlockM;
   static constexpr int kBlockN = Tile::kBlockN;
@@ -74,38 +75,41 @@ struct ForwardTraits {
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : kModifiesScores ? 56 : 40;
 
   using ScoreTile = Shape<Int<kBlockM>, Int<kBlockN>>;
-  using OutputTile = Shape<Int<kBlockM>, Int<kHeadDim>>;
+  using OutputTile = Shape<Int<kBlockM>, Int<kHeadDimV>>;
   using Warpgroups = Layout<Shape<Int<kWarpgroups>, _1, _1>>;
   using ScoreMma = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kBlockN>, Int<kHeadDim>>>(),
       Warpgroups{}));
   using OutputMma = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kHeadDim>, Int<kBlockN>>,
+      GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kHeadDimV>, Int<kBlockN>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
       Warpgroups{}));
 
   // One instruction for all columns: CuTe knows every multiple of 8 only if told so by the build.
   static_assert(size<1>(typename ScoreMma::AtomShape_MNK{}) == kBlockN);
-  static_assert(size<1>(typename OutputMma::AtomShape_MNK{}) == kHeadDim);
+  static_assert(size<1>(typename OutputMma::AtomShape_MNK{}) == kHeadDimV);
 
   static constexpr int kSwizzleColumns = kHeadDim % 64 == 0 ? 64 : 32;
+  static_assert(kHeadDimV <= kHeadDim && kHeadDimV % kSwizzleColumns == 0);
   using SwizzleAtom = std::conditional_t<kSwizzleColumns == 64, GMMA::Layout_K_SW128_Atom<Element>,
                                          GMMA::Layout_K_SW64_Atom<Element>>;
   using LayoutQ =
       decltype(tile_to_shape(SwizzleAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStagesQ>>{}));
   using LayoutO = decltype(tile_to_shape(SwizzleAtom{}, OutputTile{}));
   static constexpr int kWarpRows = 16;  // of a product
-  using LayoutKV =
-      decltype(tile_to_shape(SwizzleAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
-  // (head_dim, keys, stage)
+  template <int kColumns>
+  using LayoutKeys =
+      decltype(tile_to_shape(SwizzleAtom{}, Shape<Int<kBlockN>, Int<kColumns>, Int<kStages>>{}));
+  using LayoutK = LayoutKeys<kHeadDim>;
+  // (head_dim_v, keys, stage)
   using LayoutVTransposed = decltype(composition(
-      LayoutKV{}, make_layout(Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{},
-                              Stride<Int<kBlockN>, _1, Int<kBlockN * kHeadDim>>{})));
+      LayoutKeys<kHeadDimV>{}, make_layout(Shape<Int<kHeadDimV>, Int<kBlockN>, Int<kStages>>{},
+                                           Stride<Int<kBlockN>, _1, Int<kBlockN * kHeadDimV>>{})));
 
   struct SharedStorage {
     alignas(1024) Element q[kStagesQ][kBlockM * kHeadDim];
     alignas(1024) Element k[kStages][kBlockN * kHeadDim];
-    alignas(1024) Element v[kStages][kBlockN * kHeadDim];
+    alignas(1024) Element v[kStages][kBlockN * kHeadDimV];
     ForwardWork work[kWorkSlots];
     RowEndings endings[kWorkSlots];
     KeyTiles key_tiles[kWorkSlots][kWarpgroups];  // that matter to the rows of each
@@ -169,12 +173,12 @@ __device__ __forceinline__ void load_tiles(const Problem<float>& problem, const 
   constexpr int kSwizzleColumns = Traits::kSwizzleColumns;
   const QueryPacking& packing = launch.schedule.grid.packing;
 
-  const auto load_keys = [&](const CUtensorMap& map, auto& ring, int count, auto& buffers,
-                             const KeySource& keys, int tile) {
+  const auto load_keys = [&](auto columns, const CUtensorMap& map, auto& ring, int count,
+                             auto& buffers, const KeySource& keys, int tile) {
     const int first_key = tile * Traits::kBlockN;
     LoadBarrier& full = ring.wait_empty(count);
-    full.arrive_and_expect_tx(Traits::kBlockN * kHeadDim * 2);
-    load_tile<kHeadDim, kSwizzleColumns>(
+    full.arrive_and_expect_tx(Traits::kBlockN * columns * 2);
+    load_tile<columns, kSwizzleColumns>(
         map, full, buffers[ring.stage(count)], Traits::kBlockN * kSwizzleColumns, Traits::kBlockN,
         {keys.head, keys.first_row + first_key, keys.end - first_key, keys.batch});
   };
@@ -186,7 +190,8 @@ __device__ __forceinline__ void load_tiles(const Problem<float>& problem, const 
   int v_tile = KeyTiles::kNone;
   const auto load_v = [&] {
     if (v_tile == KeyTiles::kNone) return;
-    load_keys(launch.v, shared.v_ring, k_count - 1, shared.v, v_keys, v_tile);
+    load_keys(Int<Traits::kHeadDimV>{}, launch.v, shared.v_ring, k_count - 1, shared.v, v_keys,
+              v_tile);
     v_tile = KeyTiles::kNone;
   };
 
@@ -206,7 +211,7 @@ __device__ __forceinline__ void load_tiles(const Problem<float>& problem, const 
     const KeySource keys{work.head_k, static_cast<int>(work.keys.first_row),
                          work.mask.visible_keys().end,
                          problem.cu_seqlens_k == nullptr ? work.tile.index : 0};
-    load_keys(launch.k, shared.k_ring, k_count, shared.k, keys, tile);
+    load_keys(Int<kHeadDim>{}, launch.k, shared.k_ring, k_count, shared.k, keys, tile);
     LoadBarrier& q_full = shared.q_ring.wait_empty(q_count);
     q_full.arrive_and_expect_tx(packing.heads * packing.positions * kHeadDim * 2);
     load_tile<kHeadDim, kSwizzleColumns>(
@@ -221,7 +226,7 @@ __device__ __forceinline__ void load_tiles(const Problem<float>& problem, const 
     v_keys = keys;
     v_tile = tile;
     while (++tile < tiles.end) {
-      load_keys(launch.k, shared.k_ring, k_count, shared.k, keys, tile);
+      load_keys(Int<kHeadDim>{}, launch.k, shared.k_ring, k_count, shared.k, keys, tile);
       load_v();
       ++k_count;
       v_tile = tile;
@@ -273,13 +278,13 @@ __device__ __forceinline__ void store_rows(const ForwardParams<float>& params,
     const bool exists = row.exists && row.position < work.tile.sequence.rows;
     Element* to = static_cast<Element*>(params.out) + work.offset(row, params.out_strides);
     CUTE_UNROLL
-    for (int group = 0; group < Traits::kHeadDim / 32; ++group) {
+    for (int group = 0; group < Traits::kHeadDimV / 32; ++group) {
       uint32_t chunk[4];
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) chunk[i] = words(r + 2 * (4 * group + i));
       transpose_in_quad(chunk);
       const int column = 32 * group + 8 * quad_lane;
-      if (exists && column < params.problem.head_dim) {
+      if (exists && column < params.problem.head_dim_v) {
         *reinterpret_cast<uint4*>(to + column) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
       }
     }
@@ -287,7 +292,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams<float>& params,
 }
 
 // The same by the tensor memory accelerator, a warp its 16 rows, which also writes whole lines and
-// none behind the end of the sequence. `tile` has the layout of Q and nobody reads it any more.
+// none behind the end of the sequence. `tile` is one of Q's that nobody reads any more.
 template <typename Traits, class Accumulator>
 __device__ __forceinline__ void store_rows_through(typename Traits::Element* tile,
                                                    const CUtensorMap& map, const ForwardWork& work,
@@ -306,7 +311,7 @@ __device__ __forceinline__ void store_rows_through(typename Traits::Element* til
   if (consumer % 32 == 0) {
     const int first_row = consumer / 32 * kWarpRows;
     const int position = work.tile.first_row + first_row;
-    store_tile<Traits::kHeadDim, Traits::kSwizzleColumns>(
+    store_tile<Traits::kHeadDimV, Traits::kSwizzleColumns>(
         map, tile + first_row * Traits::kSwizzleColumns, Traits::kBlockM * Traits::kSwizzleColumns,
         kWarpRows,
         {work.head, static_cast<int>(work.tile.sequence.first_row) + position,
@@ -402,7 +407,7 @@ class Consumer {
 
   __device__ __forceinline__ void issue_scores(int k_count) {
     Tensor sQ = make_tensor(make_smem_ptr(shared_.q[0]), typename Traits::LayoutQ{});
-    Tensor sK = make_tensor(make_smem_ptr(shared_.k[0]), typename Traits::LayoutKV{});
+    Tensor sK = make_tensor(make_smem_ptr(shared_.k[0]), typename Traits::LayoutK{});
     ScoreMma mma;
     auto thread = mma.get_slice(warpgroup_ * 128);
     Tensor tSrQ = thread.partition_fragment_A(sQ);  // descriptors, (MMA, M, K, stage)
@@ -696,8 +701,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
 }
 
-// Pointers are aligned to 16 bytes, head_dim and the strides of row, head and batch are multiples
-// of 8 elements; head_dim <= kHeadDim.
+// Pointers are aligned to 16 bytes, head_dim, head_dim_v and the strides of row, head and batch are
+// multiples of 8 elements; head_dim <= kHeadDim, head_dim_v <= kHeadDimV.
 template <typename Traits>
 void launch_forward(const ForwardParams<float>& params) {
   constexpr DType kDType =
@@ -718,11 +723,11 @@ void launch_forward(const ForwardParams<float>& params) {
   launch.k = tensor_map(params.k, kDType, params.k_strides, batch_k, problem.total_k,
                         problem.num_heads_k, problem.head_dim, keys);
   launch.v = tensor_map(params.v, kDType, params.v_strides, batch_k, problem.total_k,
-                        problem.num_heads_k, problem.head_dim, keys);
+                        problem.num_heads_k, problem.head_dim_v, keys);
 
   if constexpr (Traits::kStoresThroughQ) {
     launch.out = tensor_map(params.out, kDType, params.out_strides, q_is_packed ? 1 : problem.batch,
-                            problem.total_q, problem.num_heads, problem.head_dim,
+                            problem.total_q, problem.num_heads, problem.head_dim_v,
                             {Traits::kSwizzleColumns, 1, Traits::kWarpRows});
   }
 
@@ -735,11 +740,14 @@ void launch_forward(const ForwardParams<float>& params) {
 
 template <typename Element, int kHeadDim>
 void run_forward(const ForwardParams<float>& params) {
-  using Plain = ForwardTraits<Element, kHeadDim, ForwardTile<kHeadDim, false>, false>;
-  using ModifiesScores = ForwardTraits<Element, kHeadDim, ForwardTile<kHeadDim, true>, true>;
   const bool modifies_scores =
       params.problem.softcap != 0.f || params.problem.alibi_slopes != nullptr;
-  modifies_scores ? launch_forward<ModifiesScores>(params) : launch_forward<Plain>(params);
+  dispatch_forward_tile<kHeadDim>(
+      params.problem.head_dim_v, modifies_scores,
+      [&](auto tile, auto kHeadDimV, auto kModifiesScores) {
+        launch_forward<
+            ForwardTraits<Element, kHeadDim, kHeadDimV, decltype(tile), kModifiesScores>>(params);
+      });
 }
 
 template <typename Element, int kHeadDim>

@@ -26,10 +26,15 @@
 //   256       128 x 80     1  no     469 / 625 / 715 / 776 / 812 / 811
 //                                    271 / 420 / 572 / 701 / 772 / 813
 //
+// For head_dim 192 with a head_dim_v of 128 nothing is measured yet: 128 keys with one Q, or 96 with
+// two, are what shared memory holds.
+//
 // A thread has 232 registers, or 160 where there are three consumer warpgroups, which bounds rows x
 // keys by the accumulators and P; two Q, which bound it through shared memory, are worth 10 % up to
 // 1k.
 #pragma once
+
+#include <type_traits>
 
 #include "../common/split_heuristic.h"
 
@@ -45,7 +50,7 @@ struct TileSizes {
   static constexpr bool kTakesTurns = kTakesTurns_;
 };
 
-template <int kHeadDim, bool kModifiesScores>
+template <int kHeadDim, bool kModifiesScores, int kHeadDimV = kHeadDim>
 struct ForwardTile;
 
 template <bool kModifiesScores>
@@ -63,18 +68,35 @@ struct ForwardTile<128, kModifiesScores> : TileSizes<128, 128, 2, false> {};
 
 template <bool kModifiesScores>
 struct ForwardTile<192, kModifiesScores> : TileSizes<128, 80, 2, false> {};
+template <bool kModifiesScores>
+struct ForwardTile<192, kModifiesScores, 128> : TileSizes<128, 128, 1, false> {};
+template <>
+struct ForwardTile<192, true, 128> : TileSizes<128, 96, 2, false> {};  // 128 or 112 keys spill
 
 template <bool kModifiesScores>
 struct ForwardTile<256, kModifiesScores> : TileSizes<128, 80, 1, false> {};
 template <>
 struct ForwardTile<256, true> : TileSizes<128, 48, 1, false> {};
 
+// Calls function(tile, kHeadDimV, kModifiesScores) with what serves a problem.
+template <int kHeadDim, class Function>
+auto dispatch_forward_tile(int head_dim_v, bool modifies_scores, const Function& function) {
+  const auto with_head_dim_v = [&](auto kHeadDimV) {
+    return modifies_scores
+               ? function(ForwardTile<kHeadDim, true, kHeadDimV>{}, kHeadDimV, std::true_type{})
+               : function(ForwardTile<kHeadDim, false, kHeadDimV>{}, kHeadDimV, std::false_type{});
+  };
+  if constexpr (kHeadDim == 192) {
+    if (head_dim_v <= 128) return with_head_dim_v(std::integral_constant<int, 128>{});
+  }
+  return with_head_dim_v(std::integral_constant<int, kHeadDim>{});
+}
+
 template <int kHeadDim>
-constexpr BlockSizes forward_block(bool modifies_scores) {
-  using Plain = ForwardTile<kHeadDim, false>;
-  using Modifying = ForwardTile<kHeadDim, true>;
-  return modifies_scores ? BlockSizes{Modifying::kBlockM, Modifying::kBlockN, 1}
-                         : BlockSizes{Plain::kBlockM, Plain::kBlockN, 1};
+BlockSizes forward_block(int head_dim_v, bool modifies_scores) {
+  return dispatch_forward_tile<kHeadDim>(head_dim_v, modifies_scores, [](auto tile, auto, auto) {
+    return BlockSizes{tile.kBlockM, tile.kBlockN, 1};
+  });
 }
 
 }  // namespace neginf::sm90

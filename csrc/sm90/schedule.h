@@ -43,7 +43,8 @@ struct Schedule {
     }
     const bool is_causal = problem.window_left < 0 && problem.window_right >= 0;
     // K and V of one instance, 16 bits each.
-    const int64_t bytes = std::max<int64_t>(1, 4 * problem.total_k * problem.head_dim);
+    const int64_t bytes =
+        std::max<int64_t>(1, 2 * problem.total_k * (problem.head_dim + problem.head_dim_v));
     const int64_t group_size =
         is_causal ? std::clamp<int64_t>(kL2Bytes / bytes, 1, std::max<int64_t>(1, instances))
                   : instances;

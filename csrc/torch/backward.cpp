@@ -47,10 +47,15 @@ Gradients run_backward(const std::optional<Tensor>& dout_in, const std::optional
                        const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out_in,
                        const Tensor& lse_in, const Options& options, const Shape& shape) {
   const c10::DeviceGuard guard(q.device());
-  const ReadableInputs inputs(q, k, v, options);
+  ReadableInputs inputs(q, k, v, options);
   const Kernel& kernel = select_kernel(Operation::backward, q, dtype_of(q, "q"), inputs.head_dim());
-  const Tensor out = readable(out_in);
-  const Tensor dout = readable(dout_in.has_value() ? *dout_in : at::zeros(q.sizes(), q.options()));
+  // The sm90 kernel takes V and dO as wide as K and Q only.
+  const int64_t head_dim_v = kernel.arch == Arch::sm90 ? inputs.head_dim() : inputs.head_dim_v();
+  inputs.v = widened(inputs.v, head_dim_v);
+  const Tensor out = widened(readable(out_in), head_dim_v);
+  const Tensor dout =
+      widened(readable(dout_in.has_value() ? *dout_in : at::zeros(out_in.sizes(), q.options())),
+              head_dim_v);
   const Tensor lse = lse_in.contiguous();
   const Tensor dlse = dlse_in.has_value() ? dlse_in->contiguous() : Tensor();
   if (lse.is_cpu()) check_public_values<Real>(lse, "lse");
@@ -82,10 +87,11 @@ Gradients run_backward(const std::optional<Tensor>& dout_in, const std::optional
     params.workspace = &workspace;
     launch(kernel, params);
   }
-  const auto unpadded = [&](const Tensor& grad) {
-    return grad.size(-1) == shape.head_dim ? grad : grad.narrow(-1, 0, shape.head_dim).contiguous();
+  const auto unpadded = [](const Tensor& grad, int64_t head_dim) {
+    return grad.size(-1) == head_dim ? grad : grad.narrow(-1, 0, head_dim).contiguous();
   };
-  return {unpadded(dq), unpadded(dk), unpadded(dv),
+  return {unpadded(dq, shape.head_dim), unpadded(dk, shape.head_dim),
+          unpadded(dv, shape.head_dim_v),
           dsink.defined() ? dsink.sum(0).to(options.sink->scalar_type())
                           : at::empty({0}, lse.options())};
 }
@@ -100,9 +106,10 @@ Gradients backward(const std::optional<Tensor>& dout, const std::optional<Tensor
   const std::vector<int64_t> lse_sizes =
       options.is_varlen() ? std::vector<int64_t>{shape.num_heads, shape.total_q}
                           : std::vector<int64_t>{shape.batch, shape.num_heads, shape.seqlen_q};
-  check_like(out, "out", q.sizes(), q.scalar_type());
+  const at::DimVector out_sizes = sizes_of_out(q, v);
+  check_like(out, "out", out_sizes, q.scalar_type());
   check_like(lse, "lse", lse_sizes, accumulate);
-  if (dout.has_value()) check_like(*dout, "dout", q.sizes(), q.scalar_type());
+  if (dout.has_value()) check_like(*dout, "dout", out_sizes, q.scalar_type());
   if (dlse.has_value()) check_like(*dlse, "dlse", lse_sizes, accumulate);
   return q.scalar_type() == at::kDouble
              ? run_backward<double>(dout, dlse, q, k, v, out, lse, options, shape)

@@ -27,18 +27,18 @@ namespace {
 using at::Tensor;
 
 template <int kHeadDim>
-BlockSizes forward_block(Arch arch, bool modifies_scores) {
-  return arch == Arch::sm90 ? sm90::forward_block<kHeadDim>(modifies_scores)
+BlockSizes forward_block(Arch arch, int head_dim_v, bool modifies_scores) {
+  return arch == Arch::sm90 ? sm90::forward_block<kHeadDim>(head_dim_v, modifies_scores)
                             : sm80::forward_block<kHeadDim>(modifies_scores);
 }
 
-BlockSizes forward_block(const Kernel& kernel, bool modifies_scores) {
+BlockSizes forward_block(const Kernel& kernel, int head_dim_v, bool modifies_scores) {
   switch (kernel.head_dim) {
-    case 64: return forward_block<64>(kernel.arch, modifies_scores);
-    case 96: return forward_block<96>(kernel.arch, modifies_scores);
-    case 128: return forward_block<128>(kernel.arch, modifies_scores);
-    case 192: return forward_block<192>(kernel.arch, modifies_scores);
-    default: return forward_block<256>(kernel.arch, modifies_scores);
+    case 64: return forward_block<64>(kernel.arch, head_dim_v, modifies_scores);
+    case 96: return forward_block<96>(kernel.arch, head_dim_v, modifies_scores);
+    case 128: return forward_block<128>(kernel.arch, head_dim_v, modifies_scores);
+    case 192: return forward_block<192>(kernel.arch, head_dim_v, modifies_scores);
+    default: return forward_block<256>(kernel.arch, head_dim_v, modifies_scores);
   }
 }
 
@@ -48,7 +48,8 @@ int resolve_num_splits(const Options& options, const Shape& shape, const Kernel&
   if (options.num_splits != 0) return static_cast<int>(options.num_splits);
   if (num_sms == 0) return 1;
   const bool modifies_scores = options.softcap != 0 || options.alibi_slopes.has_value();
-  const BlockSizes block = forward_block(kernel, modifies_scores);
+  const BlockSizes block =
+      forward_block(kernel, static_cast<int>(shape.head_dim_v), modifies_scores);
   const auto packing = QueryPacking::of(shape.seqlen_q, static_cast<int>(shape.num_heads),
                                         static_cast<int>(shape.num_heads_k), block.queries);
   const int64_t row_tiles = (shape.seqlen_q + packing.positions - 1) / packing.positions;
@@ -94,7 +95,7 @@ std::tuple<Tensor, Tensor> run_forward(const Tensor& q, const Tensor& k, const T
   const Kernel& kernel = select_kernel(Operation::forward, q, dtype, inputs.head_dim());
 
   const auto accumulate = q.options().dtype(accumulate_type(q.scalar_type()));
-  const Tensor out = at::empty(inputs.q.sizes(), q.options());
+  const Tensor out = at::empty(sizes_of_out(inputs.q, inputs.v), q.options());
   const Tensor lse = options.is_varlen()
                          ? at::empty({shape.num_heads, shape.total_q}, accumulate)
                          : at::empty({shape.batch, shape.num_heads, shape.seqlen_q}, accumulate);
@@ -119,8 +120,8 @@ std::tuple<Tensor, Tensor> run_forward(const Tensor& q, const Tensor& k, const T
       combine_splits(params, shape, out, dtype);
     }
   }
-  if (inputs.head_dim() == shape.head_dim) return {out, lse};
-  return {out.narrow(-1, 0, shape.head_dim).contiguous(), lse};
+  if (inputs.head_dim_v() == shape.head_dim_v) return {out, lse};
+  return {out.narrow(-1, 0, shape.head_dim_v).contiguous(), lse};
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -135,8 +136,13 @@ std::tuple<Tensor, Tensor> forward_meta(const Tensor& q, const Tensor& k, const 
                                         NEGINF_OPTIONS_PARAMETERS) {
   const Options options = NEGINF_OPTIONS;
   check_without_sizes(q, k, v, options);
-  TORCH_CHECK_VALUE(q.dim() == (options.is_varlen() ? 3 : 4), "q: got ", q.dim(), " dimensions");
-  const Tensor out = at::empty_symint(q.sym_sizes(), q.options());
+  for (const auto& [tensor, argument] : {std::pair(&q, "q"), std::pair(&v, "v")}) {
+    TORCH_CHECK_VALUE(tensor->dim() == (options.is_varlen() ? 3 : 4), argument, ": got ",
+                      tensor->dim(), " dimensions");
+  }
+  at::SymDimVector out_sizes(q.sym_sizes());
+  out_sizes.back() = v.sym_size(-1);
+  const Tensor out = at::empty_symint(out_sizes, q.options());
   const auto lse_options = q.options().dtype(accumulate_type(q.scalar_type()));
   if (options.is_varlen()) {
     return {out, at::empty_symint({q.sym_size(1), q.sym_size(0)}, lse_options)};

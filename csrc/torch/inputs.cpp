@@ -82,12 +82,14 @@ void check_sizes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     TORCH_CHECK_VALUE(tensor->dim() == dim, argument, ": got ", tensor->dim(),
                       " dimensions; accepted are ", dim, ", ", layout);
   }
-  TORCH_CHECK_VALUE(k.sizes() == v.sizes(), "v: got shape ", v.sizes(),
-                    "; accepted is the shape of k, ", k.sizes());
+  TORCH_CHECK_VALUE(k.sizes().slice(0, dim - 1) == v.sizes().slice(0, dim - 1), "v: got shape ",
+                    v.sizes(), "; accepted is the shape of k, ", k.sizes(), ", up to head_dim");
   TORCH_CHECK_VALUE(q.size(-1) == k.size(-1), "k: got head_dim ", k.size(-1),
                     "; accepted is the head_dim of q, ", q.size(-1));
   TORCH_CHECK_VALUE(1 <= q.size(-1) && q.size(-1) <= kMaxHeadDim, "q: got head_dim ", q.size(-1),
                     "; accepted are 1 to ", kMaxHeadDim);
+  TORCH_CHECK_VALUE(1 <= v.size(-1) && v.size(-1) <= q.size(-1), "v: got head_dim ", v.size(-1),
+                    "; accepted are 1 to the head_dim of q, ", q.size(-1));
   TORCH_CHECK_VALUE(q.size(-2) >= 1 && k.size(-2) >= 1 && q.size(-2) % k.size(-2) == 0, "q: got ",
                     q.size(-2), " heads; accepted is a positive multiple of the ", k.size(-2),
                     " heads of k");
@@ -223,7 +225,8 @@ Shape check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   check_size(rows_q, "q, number of rows");
   check_size(rows_k, "k, number of rows");
   check_size(q.size(-2), "q, number of heads");
-  Shape shape{q.size(0), rows_q, rows_k, rows_q, rows_k, q.size(-2), k.size(-2), q.size(-1)};
+  Shape shape{q.size(0),  rows_q,     rows_k,     rows_q,    rows_k,
+              q.size(-2), k.size(-2), q.size(-1), v.size(-1)};
   if (options.is_varlen()) {
     shape.batch = check_varlen(q, k, options);
     shape.seqlen_q = options.max_seqlen_q->expect_int();
@@ -239,10 +242,21 @@ Shape check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   return shape;
 }
 
+at::DimVector sizes_of_out(const at::Tensor& q, const at::Tensor& v) {
+  at::DimVector sizes(q.sizes());
+  sizes.back() = v.size(-1);
+  return sizes;
+}
+
+at::Tensor widened(const at::Tensor& tensor, int64_t head_dim) {
+  const int64_t padding = head_dim - tensor.size(-1);
+  return padding == 0 ? tensor : at::constant_pad_nd(tensor, {0, padding}).contiguous();
+}
+
 at::Tensor readable(const at::Tensor& tensor) {
   if (!tensor.is_cuda()) return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
-  const int64_t padding = (8 - tensor.size(-1) % 8) % 8;
-  if (padding != 0) return at::constant_pad_nd(tensor, {0, padding}).contiguous();
+  const int64_t head_dim = (tensor.size(-1) + 7) / 8 * 8;
+  if (head_dim != tensor.size(-1)) return widened(tensor, head_dim);
   if (tensor.stride(-1) == 1 && is_aligned_for_gpu(tensor)) return tensor;
   return tensor.clone(at::MemoryFormat::Contiguous);
 }
@@ -278,6 +292,7 @@ void set_inputs(AttentionInputs<Real>& inputs, const Shape& shape, const Options
   problem.num_heads = static_cast<int>(shape.num_heads);
   problem.num_heads_k = static_cast<int>(shape.num_heads_k);
   problem.head_dim = static_cast<int>(tensors.head_dim());
+  problem.head_dim_v = static_cast<int>(tensors.head_dim_v());
   problem.seqlen_q = static_cast<int>(shape.seqlen_q);
   problem.seqlen_k = static_cast<int>(shape.seqlen_k);
   problem.total_q = shape.total_q;

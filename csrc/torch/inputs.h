@@ -15,7 +15,8 @@ struct Shape {
   int64_t batch;
   int64_t seqlen_q, seqlen_k;  // dense: the sizes; varlen: max_seqlen_q and max_seqlen_k
   int64_t total_q, total_k;    // rows per batch entry: dense seqlen, varlen total
-  int64_t num_heads, num_heads_k, head_dim;
+  int64_t num_heads, num_heads_k;
+  int64_t head_dim, head_dim_v;  // of q and k; of v and out
 };
 
 constexpr int64_t kMaxSplits = 256;
@@ -40,12 +41,17 @@ void check_without_sizes(const at::Tensor& q, const at::Tensor& k, const at::Ten
 Shape check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                    const Options& options);
 
+// Those of q, but for head_dim, which is that of v.
+at::DimVector sizes_of_out(const at::Tensor& q, const at::Tensor& v);
+
 // The dtype of LSE, accumulators and scalars that go with tensors of this dtype.
 at::ScalarType accumulate_type(at::ScalarType dtype);
 
 // A tensor a kernel can read: last stride 1 and, on the GPU, 16-byte aligned rows with head_dim
-// padded by zeros to a multiple of 8. Copies only what is not so already. The one place that pads.
+// padded by zeros to a multiple of 8. Copies only what is not so already.
 at::Tensor readable(const at::Tensor& tensor);
+// A readable tensor with head_dim padded by zeros to `head_dim`.
+at::Tensor widened(const at::Tensor& tensor, int64_t head_dim);
 
 Strides strides_of(const at::Tensor& tensor);      // (batch, seqlen, heads, d) or (total, heads, d)
 LseStrides lse_strides_of(const at::Tensor& lse);  // (batch, heads, seqlen) or (heads, total)
@@ -60,7 +66,9 @@ struct ReadableInputs {
   ReadableInputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                  const Options& options);
 
-  int64_t head_dim() const { return q.size(-1); }  // padded
+  // Padded.
+  int64_t head_dim() const { return q.size(-1); }
+  int64_t head_dim_v() const { return v.size(-1); }
 };
 
 template <typename Real>
