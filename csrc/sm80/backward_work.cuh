@@ -40,7 +40,7 @@ class RowLoader {
     ++step_.tile;
     q_ += Traits::kBlockM * params_.q_strides.row;
     if constexpr (kKeepsDoutPointer) dout_ += Traits::kBlockM * params_.dout_strides.row;
-    find_whether_all_see_keys();
+    find_whether_whole();
   }
 
   // Of the step. Read from global memory an iteration before it is needed; to compare it earlier
@@ -95,14 +95,15 @@ class RowLoader {
     step_ = {head, work_.row_tiles.begin};
     q_ = pointer(params_.q, params_.q_strides);
     if constexpr (kKeepsDoutPointer) dout_ = pointer(params_.dout, params_.dout_strides);
-    find_whether_all_see_keys();
+    find_whether_whole();
   }
 
   // Known before the barrier that the loads wait for.
-  __device__ __forceinline__ void find_whether_all_see_keys() {
+  __device__ __forceinline__ void find_whether_whole() {
     const int first = step_.tile * Traits::kBlockM;
-    all_see_keys_ =
-        work_.rows_with_keys.begin <= first && first + Traits::kBlockM <= work_.rows_with_keys.end;
+    is_whole_ = work_.rows_with_keys.begin <= first &&
+                first + Traits::kBlockM <= work_.rows_with_keys.end &&
+                params_.problem.head_dim_v == Traits::kHeadDim;
   }
 
   // Rows that see no key, and what lies past head_dim, become 0.
@@ -112,9 +113,8 @@ class RowLoader {
     const uint32_t to = cast_smem_ptr_to_uint(shared) + Shared::offset(mine.row, mine.chunk);
     const Range wanted = work_.rows_with_keys;
     const int first = step_.tile * Traits::kBlockM + mine.row;
-    const bool is_whole = all_see_keys_ && head_dim == Traits::kHeadDim;
     load_chunks<Shared, kRowsAtATime>(to, reinterpret_cast<const char*>(from),
-                                      kRowsAtATime * 2 * row_stride, is_whole, [&](int r, int b) {
+                                      kRowsAtATime * 2 * row_stride, is_whole_, [&](int r, int b) {
                                         return wanted.contains(first + r) &&
                                                mine.chunk * 8 + b * Shared::kWidth < head_dim;
                                       });
@@ -126,7 +126,9 @@ class RowLoader {
   RowStep step_;
   const Element* q_;
   const Element* dout_;
-  bool all_see_keys_;  // the rows of the step
+  // Every row sees a key, and head_dim_v, thus head_dim too, is kHeadDim: loads need no predicates.
+  // One answer for Q and dO: a second one would be a register more.
+  bool is_whole_;
 };
 
 template <typename Traits, typename Element>
