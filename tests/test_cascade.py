@@ -58,6 +58,7 @@ def draw_options(data, heads):
         "heads": heads,
         "heads_k": data.draw(st.sampled_from([1, heads])),
         "causal": data.draw(st.booleans()),
+        "head_dim_v": data.draw(st.sampled_from([None, 5])),
         "softcap": data.draw(st.sampled_from([0.0, 2.0])),
         "softmax_scale": data.draw(st.sampled_from([None, 0.3])),
         "sink": data.draw(st.sampled_from([None, (0.5, NEG_INF)])),
@@ -256,10 +257,10 @@ class Tree:
         self.q = normal(sum(lengths_q) + extra, heads, 16)
         self.groups = [*levels, ([1] * batch, own)]
         self.keys = [
-            (normal(sum(n), heads_k, 16), normal(sum(n), heads_k, 16)) for _, n in self.groups
+            (normal(sum(n), heads_k, 16), normal(sum(n), heads_k, 12)) for _, n in self.groups
         ]
         self.dout, self.dlse = (
-            normal(*self.q.shape),
+            normal(*self.q.shape[:-1], 12),
             torch.randn(heads, self.q.shape[0], generator=generator, dtype=torch.float64),
         )
 
@@ -284,7 +285,7 @@ class Tree:
     def reference(self, compute, q, keys, *, sink=None, **options):
         """One sequence at a time, on the concatenation of its levels."""
         softmax_dtype = torch.promote_types(compute, torch.float32)
-        outs = [q.new_zeros(0, *q.shape[1:]).to(compute)]
+        outs = [torch.zeros(0, q.shape[1], 12, dtype=compute)]
         lses = [q.new_zeros(q.shape[1], 0).to(softmax_dtype)]
         rows = cumulative(self.lengths_q)
         for i, (a, b) in enumerate(itertools.pairwise(rows)):
@@ -299,7 +300,7 @@ class Tree:
             outs.append(out[0])
             lses.append(lse[0])
         extra = q.shape[0] - rows[-1]
-        outs.append(torch.zeros(extra, *q.shape[1:], dtype=compute))
+        outs.append(torch.zeros(extra, q.shape[1], 12, dtype=compute))
         lses.append(torch.full((q.shape[1], extra), NEG_INF, dtype=softmax_dtype))
         return torch.cat(outs), torch.cat(lses, -1)
 

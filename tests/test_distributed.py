@@ -171,6 +171,7 @@ OPTIONS = {
     "sink": {"sink": (0.5, NEG_INF, -1.0, 2.0), "lengths_k": (4, 0, 3, 0)},
     "deterministic": {"deterministic": True},
     "one head for all": {"heads": 3, "heads_k": 1, "head_dim": 59},
+    "narrower values": {"head_dim": 16, "head_dim_v": 8},
 }
 
 

@@ -38,7 +38,7 @@ def flash_attn_func(
             float64; head_dim up to 256. The last dimension is copied if it is not contiguous.
         k: (batch, seqlen_k, num_heads_k, head_dim), dtype of q. num_heads_k divides num_heads:
             query head h reads key head ``h // (num_heads // num_heads_k)``.
-        v: as k.
+        v: (batch, seqlen_k, num_heads_k, head_dim_v), dtype of q; head_dim_v up to head_dim.
         dropout_p: 0.0; anything else is not implemented.
         softmax_scale: above 0; None is ``1 / sqrt(head_dim)``.
         causal: row i sees no key after its diagonal; the same as ``window_size[1] = 0``.
@@ -59,9 +59,9 @@ def flash_attn_func(
         seqused_k: (batch) int32, number of keys of each sequence that are in use.
 
     Returns:
-        out, shaped and typed as q; with ``return_lse`` or ``return_attn_probs`` also lse,
-        (batch, num_heads, seqlen_q), natural logarithm, float32 (float64 for float64 q),
-        differentiable like out.
+        out, (batch, seqlen_q, num_heads, head_dim_v), dtype of q; with ``return_lse`` or
+        ``return_attn_probs`` also lse, (batch, num_heads, seqlen_q), natural logarithm, float32
+        (float64 for float64 q), differentiable like out.
 
     Raises:
         ValueError: a shape, device or value that is not accepted; the message names the argument.
@@ -113,7 +113,7 @@ def flash_attn_varlen_func(
     Args:
         q: (total_q, num_heads, head_dim).
         k: (total_k, num_heads_k, head_dim).
-        v: as k.
+        v: (total_k, num_heads_k, head_dim_v).
         cu_seqlens_q: (batch + 1) int32; sequence b has the rows ``cu_seqlens_q[b]`` to
             ``cu_seqlens_q[b + 1]``. Starts at 0, never falls, ends at or before total_q: checked
             for CPU tensors; on the GPU values are clamped on the device, without synchronising.
@@ -125,8 +125,8 @@ def flash_attn_varlen_func(
         seqused_k: likewise for k and v.
 
     Returns:
-        out, shaped and typed as q; with ``return_lse`` or ``return_attn_probs`` also lse,
-        (num_heads, total_q), natural logarithm.
+        out, (total_q, num_heads, head_dim_v), dtype of q; with ``return_lse`` or
+        ``return_attn_probs`` also lse, (num_heads, total_q), natural logarithm.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as :func:`flash_attn_func`.

@@ -22,7 +22,7 @@ class CascadeLevel(NamedTuple):
     """
 
     k: torch.Tensor  # (total_k, num_heads_k, head_dim)
-    v: torch.Tensor  # as k
+    v: torch.Tensor  # as k, or of a smaller head_dim, the same on every level
     cu_seqlens_q: torch.Tensor  # (groups + 1) int32
     cu_seqlens_k: torch.Tensor  # (groups + 1) int32
     max_seqlen_q: int  # an upper bound of the groups' rows
@@ -58,9 +58,9 @@ def cascade_attention(
         return_lse: return ``(out, lse)``.
 
     Returns:
-        out, shaped and typed as q; with ``return_lse`` also lse, (num_heads, total_q), natural
-        logarithm. Rows in no group of any level have out = 0, lse = -inf (P6). Differentiable in q,
-        in k and v of every level, and in the sink.
+        out, shaped and typed as q, but of the head_dim of v; with ``return_lse`` also lse,
+        (num_heads, total_q), natural logarithm. Rows in no group of any level have out = 0,
+        lse = -inf (P6). Differentiable in q, in k and v of every level, and in the sink.
 
     Raises:
         ValueError: no levels; on the CPU also too few keys for causal in the last level. Otherwise,
@@ -115,7 +115,8 @@ def shared_prefix_attention(
     Args:
         q: (batch, seqlen_q, num_heads, head_dim).
         k_prefix, v_prefix: (seqlen_prefix, num_heads_k, head_dim); may be empty.
-        k, v: (batch, seqlen_k, num_heads_k, head_dim), each sequence's own keys; may be empty.
+        k, v: (batch, seqlen_k, num_heads_k, head_dim), each sequence's own keys; may be empty. v
+            and v_prefix may have a smaller head_dim.
         softmax_scale, softcap, deterministic: as in :func:`neginf.flash_attn_func`.
         causal: aligned to the bottom-right corner. Needs seqlen_k >= seqlen_q - 1, so that every
             row sees the whole prefix.
@@ -123,8 +124,8 @@ def shared_prefix_attention(
         return_lse: return ``(out, lse)``.
 
     Returns:
-        out, shaped and typed as q; with ``return_lse`` also lse, (batch, num_heads, seqlen_q),
-        natural logarithm. Differentiable in all tensors.
+        out, shaped and typed as q, but of the head_dim of v; with ``return_lse`` also lse,
+        (batch, num_heads, seqlen_q), natural logarithm. Differentiable in all tensors.
 
     Raises:
         ValueError: another number of dimensions; too few keys for causal. Otherwise, and
@@ -153,7 +154,8 @@ def shared_prefix_attention(
     rows = q.reshape(1, batch * seqlen_q, num_heads, head_dim)
     out, lse = flash_attn_func(rows, k_prefix[None], v_prefix[None], **options)
     lse = lse.view(num_heads, batch, seqlen_q).transpose(0, 1)
-    return _merged([(out.view(q.shape), lse), own], return_lse)
+    out = out.view(batch, seqlen_q, num_heads, v_prefix.shape[-1])
+    return _merged([(out, lse), own], return_lse)
 
 
 def chunked_attention(
@@ -178,7 +180,8 @@ def chunked_attention(
     Args:
         q: (batch, seqlen_q, num_heads, head_dim).
         chunks: iterable of (k, v), each (batch, seqlen, num_heads_k, head_dim), in the order of
-            their keys; consumed one by one. Chunks may be empty, and there may be none.
+            their keys; consumed one by one. Chunks may be empty, and there may be none. Every v may
+            have a smaller head_dim.
         seqlen_k: number of keys of all chunks together, by which causal is aligned to the
             bottom-right corner.
         softmax_scale, causal, softcap, deterministic: as in :func:`neginf.flash_attn_func`.
@@ -186,8 +189,9 @@ def chunked_attention(
         return_lse: return ``(out, lse)``.
 
     Returns:
-        out, shaped and typed as q; with ``return_lse`` also lse, (batch, num_heads, seqlen_q),
-        natural logarithm. Differentiable in q, in every chunk and in the sink.
+        out, shaped and typed as q, but of the head_dim of v if there is a chunk; with
+        ``return_lse`` also lse, (batch, num_heads, seqlen_q), natural logarithm. Differentiable in
+        q, in every chunk and in the sink.
 
     Raises:
         ValueError: chunks that do not add up to seqlen_k, as soon as that is known. Otherwise, and
@@ -199,11 +203,14 @@ def chunked_attention(
             f"q: got {q.dim()} dimensions; accepted is (batch, seqlen_q, heads, head_dim)"
         )
     accumulate = torch.promote_types(q.dtype, torch.float32)
-    batch, seqlen_q, num_heads, _ = q.shape
-    out = torch.zeros_like(q, dtype=accumulate)
-    lse = q.new_full((batch, num_heads, seqlen_q), float("-inf"), dtype=accumulate)
-    if sink is not None:
-        out, lse = apply_sink(out, lse, sink)
+    batch, seqlen_q, num_heads, head_dim = q.shape
+
+    def state_without_keys(head_dim_v):
+        out = q.new_zeros((batch, seqlen_q, num_heads, head_dim_v), dtype=accumulate)
+        lse = q.new_full((batch, num_heads, seqlen_q), float("-inf"), dtype=accumulate)
+        return (out, lse) if sink is None else apply_sink(out, lse, sink)
+
+    state = None
     end = 0
     for k, v in chunks:
         end += k.shape[1]
@@ -211,6 +218,8 @@ def chunked_attention(
             raise ValueError(
                 f"chunks: got {end} keys or more; accepted are seqlen_k = {seqlen_k} in all"
             )
+        if state is None:
+            state = state_without_keys(v.shape[-1])
         # Counted from the chunk's own last key, the diagonal lies seqlen_k - end keys to the right.
         chunk_out, chunk_lse = flash_attn_func(
             q,
@@ -223,9 +232,11 @@ def chunked_attention(
             return_lse=True,
         )
         del k, v  # or this chunk would stay while the next one is made
-        out, lse = merge_states([out, chunk_out.to(accumulate)], [lse, chunk_lse])
+        out, lse = state
+        state = merge_states([out, chunk_out.to(accumulate)], [lse, chunk_lse])
     if end != seqlen_k:
         raise ValueError(f"chunks: got {end} keys; accepted are seqlen_k = {seqlen_k}")
+    out, lse = state_without_keys(head_dim) if state is None else state
     out = out.to(q.dtype)
     return (out, lse) if return_lse else out
 

@@ -41,7 +41,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, problem):
         calls = _calls(problem)
-        state = local.RunningState(q, len(calls))
+        state = local.RunningState(q, v.shape[-1], len(calls))
         all_k, all_v = (_gather(problem.keys, tensor) for tensor in (k, v))
         for call in calls:
             state.add(call, *problem.forward(call, q, all_k, all_v))

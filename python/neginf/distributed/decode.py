@@ -33,7 +33,7 @@ def decode_attention(
             the number of ranks.
         k: (batch, capacity, num_heads_k, head_dim), this rank's part of the cache. Capacities may
             differ, and may be 0.
-        v: as k.
+        v: as k, or of a smaller head_dim.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
         seqused_k: (batch) int32, how many tokens of each sequence this rank has; None is all. On
             the device of q, where nobody waits for it.
@@ -43,7 +43,8 @@ def decode_attention(
         return_lse: return ``(out, lse)``.
 
     Returns:
-        out, (batch, seqlen_q, num_heads / ranks, head_dim): rank r has the r-th share of the heads.
+        out, (batch, seqlen_q, num_heads / ranks, head_dim of v): rank r has the r-th share of the
+        heads.
         With ``return_lse`` also lse, (batch, num_heads / ranks, seqlen_q), natural logarithm.
 
     Raises:

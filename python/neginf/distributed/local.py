@@ -95,8 +95,9 @@ def sum_dtype(dtype, parts):
 class RunningState:
     """The merged state of this rank's rows over the blocks so far."""
 
-    def __init__(self, q, num_calls):
-        self.q, self.dtype = q, sum_dtype(q.dtype, num_calls)
+    def __init__(self, q, head_dim_v, num_calls):
+        self.q, self.head_dim_v = q, head_dim_v
+        self.dtype = sum_dtype(q.dtype, num_calls)
         self.out = self.lse = None
 
     def add(self, call, out, lse):
@@ -117,7 +118,7 @@ class RunningState:
     def _start(self):
         if self.out is None:
             *batch, rows, heads, _ = self.q.shape
-            self.out = self.q.new_zeros(self.q.shape, dtype=self.dtype)
+            self.out = self.q.new_zeros((*batch, rows, heads, self.head_dim_v), dtype=self.dtype)
             self.lse = self.q.new_full(
                 (*batch, heads, rows), NEG_INF, dtype=accumulate_dtype(self.q.dtype)
             )

@@ -50,7 +50,7 @@ def ring_attention(
         q: (batch, tokens, num_heads, head_dim), or (tokens, num_heads, head_dim) of packed
             sequences: this rank's tokens, as ``queries.shard`` returns them.
         k: (batch, tokens, num_heads_k, head_dim) or (tokens, num_heads_k, head_dim), dtype of q.
-        v: as k.
+        v: as k, or of a smaller head_dim.
         queries: the :class:`SequenceSharding` of q and out.
         keys: that of k and v; None is that of q. With other lengths masks are aligned to the
             bottom-right corner of each whole sequence.
@@ -61,8 +61,8 @@ def ring_attention(
         return_lse: return ``(out, lse)``.
 
     Returns:
-        out, shaped and typed as q; with ``return_lse`` also lse, (batch, num_heads, tokens) or
-        (num_heads, tokens), natural logarithm, differentiable like out.
+        out, shaped and typed as q, but of the head_dim of v; with ``return_lse`` also lse, (batch,
+        num_heads, tokens) or (num_heads, tokens), natural logarithm, differentiable like out.
 
     Raises:
         ValueError: a shape or device that does not fit, to the shardings or to q.
@@ -82,7 +82,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, problem):
         plan = _plan(problem)
-        state = local.RunningState(q, plan.num_calls)
+        state = local.RunningState(q, v.shape[-1], plan.num_calls)
         for calls, block in _turns(plan, problem.keys, k, v):
             for call in calls:
                 state.add(call, *problem.forward(call, q, *block))

@@ -165,12 +165,11 @@ def attention(
     if torch.is_autocast_enabled(query.device.type):  # which leaves q and k, once rotated, float32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (t.to(dtype) for t in (query, key, value))
-    head_dim, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
-    if missing < 0:
+    if value.shape[-1] > query.shape[-1]:
         raise ValueError(
-            f"value: got head_dim {head_dim}; accepted is at most that of query, {query.shape[-1]}"
+            f"value: got head_dim {value.shape[-1]}; accepted is at most that of query, "
+            f"{query.shape[-1]}"
         )
-    value = torch.nn.functional.pad(value, (0, missing))
     side = -1 if sliding_window is None else sliding_window - 1
     options = {
         "softmax_scale": scaling,
@@ -198,7 +197,7 @@ def attention(
         cu_seqlens, longest = _packing_of(_columns(attention_mask, query))
         packing = (cu_seqlens, cu_seqlens, longest, longest)
         out = _attend_packed(query, key, value, *packing, options)
-    return out[..., :head_dim].contiguous(), None
+    return out, None
 
 
 class _Pattern:
@@ -298,7 +297,7 @@ def _attend_packed(query, key, value, cu_q, cu_k, max_q, max_k, options):
         int(max_k),
         **options,
     )
-    return out.view(query.shape)
+    return out.view(*query.shape[:-1], value.shape[-1])
 
 
 def _packing_of(sequence):
