@@ -13,15 +13,14 @@ import neginf
 
 ROOF = "matmul"
 FA2_SDPA = "torch FA-2"
-# A backward multiplies five times where the forward does twice.
-BACKWARD_OPERATIONS = 2.5
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem; q is (batch, seqlen, heads, head_dim), k and v have heads_k."""
+    """One problem; q is (batch, seqlen, heads, head_dim), k and v have heads_k, v head_dim_v."""
 
     head_dim: int
+    head_dim_v: int
     causal: bool
     seqlen: int
     batch: int
@@ -32,21 +31,32 @@ class Case:
 
     def operations(self, backward=False):
         """Of the products; a causal mask leaves half of them."""
-        full = 4 * self.batch * self.heads * self.seqlen**2 * self.head_dim
-        return full * (0.5 if self.causal else 1.0) * (BACKWARD_OPERATIONS if backward else 1.0)
+        # S and O, or S, dK, dQ and dP, dV.
+        of_qk, of_v = (3, 2) if backward else (1, 1)
+        columns = of_qk * self.head_dim + of_v * self.head_dim_v
+        full = 2 * self.batch * self.heads * self.seqlen**2 * columns
+        return full * (0.5 if self.causal else 1.0)
 
     def columns(self):
-        columns = {"head_dim": self.head_dim, "mask": "causal" if self.causal else "full"}
+        head_dim = self.head_dim
+        if self.head_dim_v != head_dim:
+            head_dim = f"{head_dim}/{self.head_dim_v}"
+        columns = {"head_dim": head_dim, "mask": "causal" if self.causal else "full"}
         if self.heads_k != self.heads:
             columns["heads"] = f"{self.heads}/{self.heads_k}"
         return {**columns, "seqlen": self.seqlen}
 
     def tensors(self, device="cuda"):
         """q, k, v and dout."""
-        heads = (self.heads, self.heads_k, self.heads_k, self.heads)
+        sizes = (
+            (self.heads, self.head_dim),
+            (self.heads_k, self.head_dim),
+            (self.heads_k, self.head_dim_v),
+            (self.heads, self.head_dim_v),
+        )
         return [
-            torch.randn(self.batch, self.seqlen, n, self.head_dim, device=device, dtype=self.dtype)
-            for n in heads
+            torch.randn(self.batch, self.seqlen, *size, device=device, dtype=self.dtype)
+            for size in sizes
         ]
 
 
@@ -98,9 +108,11 @@ def flashinfer_attention(case):
     starts = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda") * case.seqlen
     wrapper.plan(
         starts, starts, case.heads, case.heads_k, case.head_dim,
-        causal=case.causal, q_data_type=case.dtype,
+        head_dim_vo=case.head_dim_v, causal=case.causal, q_data_type=case.dtype,
     )  # fmt: skip
-    return lambda q, k, v: wrapper.run(*(x.flatten(0, 1) for x in (q, k, v))).view_as(q)
+    return lambda q, k, v: wrapper.run(*(x.flatten(0, 1) for x in (q, k, v))).unflatten(
+        0, q.shape[:2]
+    )
 
 
 @dataclass(frozen=True)
@@ -195,6 +207,7 @@ def options_of(doc, backward):
         "--backends", type=bench.choice_of(BACKENDS), metavar="A,B", help=f"of {names}"
     )
     options.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    options.add_argument("--head-dim-v", type=int, help="of v and out; default that of q and k")
     options.add_argument("--seqlens", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
     options.add_argument(
         "--masks", type=bench.choice_of(("full", "causal")), default=["full", "causal"]
@@ -219,8 +232,8 @@ def cases_of(options):
         for mask in options.masks:
             for seqlen in options.seqlens:
                 yield Case(
-                    head_dim, mask == "causal", seqlen, max(1, options.tokens // seqlen),
-                    heads, heads_k, bench.DTYPES[options.dtype],
+                    head_dim, options.head_dim_v or head_dim, mask == "causal", seqlen,
+                    max(1, options.tokens // seqlen), heads, heads_k, bench.DTYPES[options.dtype],
                     getattr(options, "deterministic", False),
                 )  # fmt: skip
 

@@ -2,10 +2,10 @@
 
 Run: python benchmarks/bench_fwd.py [--head-dims 64 128 --masks causal --json FILE --plot FILE.png]
 
-The table shows TFLOP/s (4 * batch * heads * seqlen^2 * head_dim operations, causal half of them),
-beside a bf16 matmul of 8192^3 in the same rounds, and our rate over that of the best peer, of
-torch's FlashAttention-2 and of the matmul. 16k tokens, hidden 2048, random bf16; all back-ends are
-checked against each other on the measured data. bench.py says how time is taken.
+The table shows TFLOP/s (2 * batch * heads * seqlen^2 * (head_dim + head_dim_v) operations, causal
+half of them), beside a bf16 matmul of 8192^3 in the same rounds, and our rate over that of the best
+peer, of torch's FlashAttention-2 and of the matmul. 16k tokens, hidden 2048, random bf16; all
+back-ends are checked against each other on the measured data. bench.py says how time is taken.
 """
 
 import attention

@@ -29,7 +29,8 @@ NAN = float("nan")
 
 def case(**changes):
     fields = {
-        "head_dim": 64, "causal": False, "seqlen": 1024, "batch": 16, "heads": 32, "heads_k": 32,
+        "head_dim": 64, "head_dim_v": 64, "causal": False, "seqlen": 1024, "batch": 16,
+        "heads": 32, "heads_k": 32,
     }  # fmt: skip
     return attention.Case(**{**fields, **changes})
 
@@ -41,6 +42,9 @@ def test_operations():
     assert case().operations(backward=True) == 5 * product
     assert case(causal=True).operations() == product
     assert case(heads_k=4).operations() == 2 * product
+    narrower = case(head_dim_v=32)  # one product of the forward, two of the backward
+    assert narrower.operations() == 1.5 * product
+    assert narrower.operations(backward=True) == 4 * product
 
 
 def test_cases_keep_tokens_and_hidden():
