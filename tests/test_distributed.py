@@ -440,7 +440,7 @@ def in_decode(lengths, sink, method, dtype, varlen=False):
     rank, batch = dist.get_rank(), len(lengths[0])
     q, k, v, sink = decode_inputs(lengths, sink, dtype)
     capacity = max(lengths[rank])
-    cache = [torch.full((batch, capacity, 2, 16), torch.nan, dtype=dtype) for _ in "kv"]
+    cache = [torch.full((batch, capacity, 2, n), torch.nan, dtype=dtype) for n in (16, 8)]
     for b in range(batch):
         begin = sum(one[b] for one in lengths[:rank])
         for here_, whole in zip(cache, (k, v), strict=True):
@@ -462,7 +462,7 @@ def decode_inputs(lengths, sink, dtype):
 
     softmax_dtype = torch.promote_types(dtype, torch.float32)
     sink = torch.tensor([0.5, NEG_INF] * 6, dtype=softmax_dtype) if sink else None
-    q, k, v = (normal(batch, n, h, 16) for n, h in ((2, 12), (longest, 2), (longest, 2)))
+    q, k, v = normal(batch, 2, 12, 16), normal(batch, longest, 2, 16), normal(batch, longest, 2, 8)
     return q, k, v, sink
 
 
