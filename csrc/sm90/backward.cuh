@@ -10,13 +10,14 @@
 //
 //   claimer      next work, by an atomic counter                            (backward_loader.cuh)
 //   loader       K Q V dO | Q dO | Q dO | ...                               TMA
-//   shared       work[2]  sK sV   sQ[3] statistics[3]  sdO[2]  sdS[2]
-//   consumers    S, dP -> P, dS (registers) -> dV, dK;  dS -> sdS -> dQ -> red to memory
+//   shared       work[2]  sK sV   sQ[3] statistics[3]  sdO[3]  sdS  sdQ
+//   consumers    S, dP -> P, dS (registers) -> dV, dK;  dS -> sdS -> dQ -> sdQ
+//   adder        sdQ -> memory, in order if deterministic                   bulk add
 //
 // One step of a warpgroup; only for dQ it needs the dS of the other:
 //
 //   tensor cores  dP        | dV             | dQ dK        | S' dP'
-//   arithmetic    P         | dS -> sdS | barrier     | add dQ  |     P'
+//   arithmetic    P         | dS -> sdS | barrier     | -> sdQ  |     P'
 //
 // ptxas counts products on their way within a basic block only. So from the first wait of a step on
 // there is no branch, and at the end of a step nothing but dP is on its way.
@@ -71,8 +72,8 @@ struct BackwardTraits {
   static_assert(kCutsRows || kBlockM == 64);
 
   static constexpr int kScoreRows = Tile::kScoreRows;
-  using ScoreTile = Shape<Int<kBlockN>, Int<kBlockM>>;      // S^T, dP^T
-  using KeyGradTile = Shape<Int<kBlockN>, Int<kHeadDim>>;   // dK, dV
+  using ScoreTile = Shape<Int<kBlockN>, Int<kBlockM>>;       // S^T, dP^T
+  using KeyGradTile = Shape<Int<kBlockN>, Int<kHeadDim>>;    // dK, dV
   using QueryGradTile = Shape<Int<kBlockM>, Int<kHeadDim>>;  // dQ
   using AlongKeys = Layout<Shape<Int<kWarpgroups>, _1, _1>>;
   using ScoreMma = decltype(make_tiled_mma(
@@ -93,10 +94,10 @@ struct BackwardTraits {
   static constexpr int kSwizzleColumnsK =
       kQueryGradColumns % kSwizzleColumns == 0 ? kSwizzleColumns : 16;
   template <int kColumns>
-  using SwizzleAtom = std::conditional_t<
-      kColumns == 64, GMMA::Layout_K_SW128_Atom<Element>,
-      std::conditional_t<kColumns == 32, GMMA::Layout_K_SW64_Atom<Element>,
-                         GMMA::Layout_K_SW32_Atom<Element>>>;
+  using SwizzleAtom =
+      std::conditional_t<kColumns == 64, GMMA::Layout_K_SW128_Atom<Element>,
+                         std::conditional_t<kColumns == 32, GMMA::Layout_K_SW64_Atom<Element>,
+                                            GMMA::Layout_K_SW32_Atom<Element>>>;
   // (rows, columns, stage) and its transpose, (columns, rows, stage).
   template <int kRows, int kColumns, int kStages, int kSwizzle>
   struct Layouts {
@@ -109,15 +110,15 @@ struct BackwardTraits {
   using LayoutsQ = Layouts<kBlockM, kHeadDim, kStagesQ, kSwizzleColumns>;
   using LayoutsDout = Layouts<kBlockM, kHeadDim, kStagesDout, kSwizzleColumns>;
   using LayoutsK = Layouts<kBlockN, kHeadDim, 1, kSwizzleColumnsK>;  // also V
-  static constexpr int kStagesDs = 2;
-  using LayoutsDs = Layouts<kBlockN, kBlockM, kStagesDs, 64>;  // dS^T
+  using LayoutsDs = Layouts<kBlockN, kBlockM, 1, 64>;                // dS^T
 
   struct SharedStorage {
     alignas(1024) Element k[kBlockN * kHeadDim];
     alignas(1024) Element v[kBlockN * kHeadDim];
     alignas(1024) Element q[kStagesQ][kBlockM * kHeadDim];
     alignas(1024) Element dout[kStagesDout][kBlockM * kHeadDim];
-    alignas(1024) Element ds[kStagesDs][kBlockN * kBlockM];
+    alignas(1024) Element ds[kBlockN * kBlockM];
+    alignas(128) float dq[kBlockM * kHeadDim];  // of a step, as it lies in memory
     RowStatistics<kBlockM> statistics[kStagesQ];
     alignas(8) Divisor careful[kStagesQ][kBlockM];  // of a tile that needs care
     KeyWork work[2];
@@ -127,8 +128,6 @@ struct BackwardTraits {
     Ring<1> v_ring;
     Ring<kStagesQ> q_ring;  // and the statistics
     Ring<kStagesDout> dout_ring;
-    Ring<2> turn_ring;     // to add to dQ; empty when the turn has been passed on
-    ReadBarrier added[2];  // the consumers have added, in that turn
     ReadBarrier loaded;  // all loads of the last work have been issued
     LoadBarrier uncleared;
   };
@@ -158,9 +157,7 @@ class BackwardConsumer {
  public:
   __device__ __forceinline__ BackwardConsumer(const BackwardParams<float>& params,
                                               const BackwardRows& rows, SharedStorage& shared)
-      : params_(params),
-        rows_(rows),
-        shared_(shared) {}
+      : params_(params), rows_(rows), shared_(shared) {}
 
   __device__ __forceinline__ void run() {
     for (;; ++turn_) {
@@ -181,8 +178,9 @@ class BackwardConsumer {
         shared_.k_ring.release(turn_);
         shared_.v_ring.release(turn_);
       }
-      store(params_.dv, params_.dv_strides, 1.f, work, tVrV_);
-      store(params_.dk, params_.dk_strides, params_.problem.softmax_scale, work, tKrK_);
+      store(params_.dv, params_.dv_strides, params_.problem.head_dim_v, 1.f, work, tVrV_);
+      store(params_.dk, params_.dk_strides, params_.problem.head_dim, params_.problem.softmax_scale,
+            work, tKrK_);
       shared_.work_ring.release(turn_);
     }
   }
@@ -233,14 +231,14 @@ class BackwardConsumer {
   }
 
   __device__ __forceinline__ void issue_dq() {
-    Tensor sdS = make_tensor(make_smem_ptr(shared_.ds[0]), typename Traits::LayoutsDs::Transposed{});
+    Tensor sdS = make_tensor(make_smem_ptr(shared_.ds), typename Traits::LayoutsDs::Transposed{});
     Tensor sKt = make_tensor(make_smem_ptr(shared_.k), typename Traits::LayoutsK::Transposed{});
     QueryGradMma mma;
     auto thread = mma.get_slice(warpgroup() * 128);
     Tensor tQrdS = thread.partition_fragment_A(sdS);
     Tensor tQrK = thread.partition_fragment_B(sKt);
     Tensor tQrQ = query_gradient();
-    issue<true>(mma, tQrdS(_, _, _, count_ % Traits::kStagesDs), tQrK(_, _, _, 0), tQrQ);
+    issue<true>(mma, tQrdS(_, _, _, 0), tQrK(_, _, _, 0), tQrQ);
   }
 
   // ---- steps
@@ -265,7 +263,6 @@ class BackwardConsumer {
       shared_.q_ring.wait_full(count_ + 1);
       shared_.dout_ring.wait_full(count_ + 1);
     }
-    if (params_.deterministic) shared_.turn_ring.wait_full(count_);
     wait_for<0>(tPrP_);
     if constexpr (!Traits::kModifiesScores) round_to_operand(tSrS_);
     issue_dv();
@@ -280,7 +277,7 @@ class BackwardConsumer {
     issue_dk();
     wait_for<kEarlyScores ? 2 : 1>(tPrP_);
     if constexpr (Traits::kOwnQueryGrad) warpgroup_fence_operand(tQrQ_);
-    add_query_gradient(work);
+    hand_over_query_gradient();
     wait_for<0>(tKrK_);
     if constexpr (kHasNext) {
       if constexpr (kEarlyScores) {
@@ -291,11 +288,6 @@ class BackwardConsumer {
         issue_dp(count_ + 1);
         wait_for<1>(tSrS_);
       }
-    }
-    if (params_.deterministic) {
-      __threadfence();
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) shared_.added[shared_.turn_ring.stage(count_)].arrive();
     }
     shared_.dout_ring.release(count_);
     shared_.q_ring.release(count_);
@@ -348,7 +340,8 @@ class BackwardConsumer {
     }
   }
 
-  // S to P, in place. If scores are modified, rounded P to operand_ and P times its slope to sloped_.
+  // S to P, in place. If scores are modified, rounded P to operand_ and P times its slope to
+  // sloped_.
   __device__ __forceinline__ void to_probabilities(const KeyWork& work) {
     const int stage = shared_.q_ring.stage(count_);
     const RowStatistics<kBlockM>& statistics = shared_.statistics[stage];
@@ -470,14 +463,13 @@ class BackwardConsumer {
     const int lane = thread % 32;
     const int key = thread / 32 * 16 + lane % 16;
     const uint32_t row_bytes = 128;  // of a block of 64 query rows
-    const uint32_t of_key = cast_smem_ptr_to_uint(shared_.ds[count_ % Traits::kStagesDs]) +
-                            key * row_bytes;
+    const uint32_t of_key = cast_smem_ptr_to_uint(shared_.ds) + key * row_bytes;
     const int piece = lane / 16;
     Tensor words = recast<uint32_t>(operand_);
     CUTE_UNROLL
     for (int i = 0; i < kBlockM / 16; ++i) {
-      const uint32_t to = of_key + i / 4 * (kBlockN * row_bytes) +
-                          ((i % 4 * 2 + piece) ^ (key % 8)) * 16;
+      const uint32_t to =
+          of_key + i / 4 * (kBlockN * row_bytes) + ((i % 4 * 2 + piece) ^ (key % 8)) * 16;
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                    "r"(words(4 * i)), "r"(words(4 * i + 1)), "r"(words(4 * i + 2)),
                    "r"(words(4 * i + 3))
@@ -489,8 +481,8 @@ class BackwardConsumer {
 
   // In the registers of dP.
   __device__ __forceinline__ auto query_gradient() {
-    using Layout = decltype(
-        partition_fragment_C(QueryGradMma{}, typename Traits::QueryGradTile{}).layout());
+    using Layout =
+        decltype(partition_fragment_C(QueryGradMma{}, typename Traits::QueryGradTile{}).layout());
     if constexpr (Traits::kOwnQueryGrad) {
       return make_tensor(tQrQ_.data(), Layout{});
     } else {
@@ -499,7 +491,7 @@ class BackwardConsumer {
   }
 
   // As dq_piece_offset says: a lane's registers of eight columns lie together.
-  __device__ __forceinline__ void add_query_gradient(const KeyWork& work) {
+  __device__ __forceinline__ void hand_over_query_gradient() {
     const int thread = thread_index_again() - 128;
     const int warp = thread / 32;
     constexpr int kColumnBlocks = kHeadDim / 8;
@@ -507,22 +499,24 @@ class BackwardConsumer {
                           ? warp * kColumnBlocks
                           : warp % 4 * kColumnBlocks + warp / 4 * (Traits::kQueryGradColumns / 8);
     Tensor tQrQ = query_gradient();
-    float* to = rows_.dq_of(step_.number(rows_, work)) + block * 128 + thread % 32 * 4;
+    auto* to = reinterpret_cast<float4*>(shared_.dq + block * 128 + thread % 32 * 4);
+    // Both warpgroups: after it dS, too, has been read by both.
+    QueryGradHandover<Traits>::await_free();
     CUTE_UNROLL
     for (int n = 0; n < Traits::kQueryGradColumns / 8; ++n) {
-      const float* from = &tQrQ(4 * n);
-      asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + n * 128),
-                   "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3])
-                   : "memory");
+      to[n * 32] = make_float4(tQrQ(4 * n), tQrQ(4 * n + 1), tQrQ(4 * n + 2), tQrQ(4 * n + 3));
     }
+    cutlass::arch::fence_view_async_shared();
+    QueryGradHandover<Traits>::say_full();
   }
 
   // ---- epilogue
 
   // dK or dV in the dtype of k. A key that nobody sees gets exactly 0, whatever met its zeros.
   template <class Accumulator>
-  __device__ __forceinline__ void store(void* tensor, const Strides& strides, float scale,
-                                        const KeyWork& work, const Accumulator& accumulator) {
+  __device__ __forceinline__ void store(void* tensor, const Strides& strides, int columns,
+                                        float scale, const KeyWork& work,
+                                        const Accumulator& accumulator) {
     const int thread = thread_index_again() - 128;
     Tensor tKcK = KeyGradMma{}.get_slice(thread).partition_C(
         make_identity_tensor(typename Traits::KeyGradTile{}));
@@ -543,13 +537,12 @@ class BackwardConsumer {
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) {
           const int at = 4 * (4 * group + i) + 2 * r;
-          chunk[i] = is_visible
-                         ? pack<Element>(accumulator(at) * scale, accumulator(at + 1) * scale)
-                         : 0u;
+          chunk[i] =
+              is_visible ? pack<Element>(accumulator(at) * scale, accumulator(at + 1) * scale) : 0u;
         }
         transpose_in_quad(chunk);
         const int column = 32 * group + 8 * quad_lane;
-        if (key < work.keys.sequence.rows && column < params_.problem.head_dim) {
+        if (key < work.keys.sequence.rows && column < columns) {
           *reinterpret_cast<uint4*>(to + column) =
               make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
         }
@@ -565,8 +558,9 @@ class BackwardConsumer {
   int count_ = 0;  // of row tiles
 
   decltype(partition_fragment_C(ScoreMma{}, typename Traits::ScoreTile{})) tSrS_;  // S^T, P^T
-  decltype(partition_fragment_C(ScoreMma{}, typename Traits::ScoreTile{})) tPrP_;  // dP^T, dS^T, then dQ
-  decltype(make_tensor<Element>(OperandLayout<kBlockM>{})) operand_;  // P^T, then dS^T
+  decltype(partition_fragment_C(ScoreMma{},
+                                typename Traits::ScoreTile{})) tPrP_;  // dP^T, dS^T, then dQ
+  decltype(make_tensor<Element>(OperandLayout<kBlockM>{})) operand_;   // P^T, then dS^T
   uint32_t sloped_[Traits::kModifiesScores ? kBlockM / 4 : 1];  // P times the slope of the softcap
   decltype(partition_fragment_C(QueryGradMma{}, typename Traits::QueryGradTile{})) tQrQ_;
   decltype(partition_fragment_C(KeyGradMma{}, typename Traits::KeyGradTile{})) tKrK_;  // dK
@@ -585,10 +579,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * Traits::kWarpgroups;
-    shared.work_ring.init(kConsumerWarps + (params.deterministic ? 3 : 1));  // and producers
+    shared.work_ring.init(kConsumerWarps + 2);  // and the two producer warps
     shared.loaded.init(1);
-    shared.turn_ring.init(1);
-    for (ReadBarrier& added : shared.added) added.init(kConsumerWarps);
     shared.k_ring.init(kConsumerWarps);
     shared.v_ring.init(kConsumerWarps);
     shared.q_ring.init(kConsumerWarps);
@@ -603,10 +595,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       Loader<Traits>(params, rows, launch, shared).run();
     } else if (threadIdx.x == 32) {
       claim_work<Traits>(params, rows, launch.works, shared);
-    } else if (threadIdx.x == 64 && params.deterministic) {
-      await_turns<Traits>(params, rows, shared);
-    } else if (threadIdx.x == 96 && params.deterministic) {
-      pass_on_turns<Traits>(params, rows, shared);
+    } else if (threadIdx.x >= 64 && threadIdx.x < 96) {
+      add_query_gradients<Traits>(params, rows, shared);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
@@ -615,7 +605,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // Pointers are aligned to 16 bytes, head_dim and the strides of row, head and batch are multiples
-// of 8 elements; head_dim <= kHeadDim.
+// of 8 elements; head_dim_v <= head_dim <= kHeadDim.
 template <typename Traits>
 void launch_backward(const BackwardParams<float>& params, const BackwardRows& rows) {
   constexpr DType kDType =
@@ -636,11 +626,11 @@ void launch_backward(const BackwardParams<float>& params, const BackwardRows& ro
   launch.q = tensor_map(params.q, kDType, params.q_strides, batch_q, problem.total_q,
                         problem.num_heads, problem.head_dim, of_rows);
   launch.dout = tensor_map(params.dout, kDType, params.dout_strides, batch_q, problem.total_q,
-                           problem.num_heads, problem.head_dim, of_rows);
+                           problem.num_heads, problem.head_dim_v, of_rows);
   launch.k = tensor_map(params.k, kDType, params.k_strides, batch_k, problem.total_k,
                         problem.num_heads_k, problem.head_dim, of_keys);
   launch.v = tensor_map(params.v, kDType, params.v_strides, batch_k, problem.total_k,
-                        problem.num_heads_k, problem.head_dim, of_keys);
+                        problem.num_heads_k, problem.head_dim_v, of_keys);
 
   constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   allow_shared_memory<backward_kernel<Traits>>(kSharedBytes);

@@ -19,6 +19,27 @@ struct BackwardLaunch {
   int works;  // key tiles times key heads
 };
 
+// Passes the buffer for dQ from the consumers to the warp that adds it and back.
+template <typename Traits>
+struct QueryGradHandover {
+  static constexpr int kThreads = 128 * Traits::kWarpgroups + 32;
+  static constexpr int kFull = 2;  // barriers; 0 is __syncthreads, 1 the consumers' own
+  static constexpr int kFree = 3;
+
+  static __device__ __forceinline__ void say_full() {
+    cutlass::arch::NamedBarrier::arrive(kThreads, kFull);
+  }
+  static __device__ __forceinline__ void await_full() {
+    cutlass::arch::NamedBarrier::sync(kThreads, kFull);
+  }
+  static __device__ __forceinline__ void say_free() {
+    cutlass::arch::NamedBarrier::arrive(kThreads, kFree);
+  }
+  static __device__ __forceinline__ void await_free() {
+    cutlass::arch::NamedBarrier::sync(kThreads, kFree);
+  }
+};
+
 // Work is claimed in the order of its number, also by CTAs that start late: who waits for its turn
 // to add to dQ waits for lower numbers, which have been claimed.
 template <typename Traits>
@@ -46,13 +67,13 @@ __device__ __forceinline__ void claim_work(const BackwardParams<float>& params,
   }
 }
 
-// body(turn to add to dQ, its number) for every step of the CTA.
-template <typename Traits, class Body>
-__device__ __forceinline__ void for_each_turn(const BackwardParams<float>& params,
-                                              const BackwardRows& rows,
-                                              typename Traits::SharedStorage& shared,
-                                              const Body& body) {
-  int count = 0;
+// Adds to dQ what the consumers put in shared memory, by one warp. The copy engine does the adding:
+// neither the consumers nor what else they load waits for it.
+template <typename Traits>
+__device__ __forceinline__ void add_query_gradients(const BackwardParams<float>& params,
+                                                    const BackwardRows& rows,
+                                                    typename Traits::SharedStorage& shared) {
+  using Handover = QueryGradHandover<Traits>;
   for (int turn = 0;; ++turn) {
     shared.work_ring.wait_full(turn);
     const int slot = shared.work_ring.stage(turn);
@@ -60,37 +81,32 @@ __device__ __forceinline__ void for_each_turn(const BackwardParams<float>& param
     const KeyWork& work = shared.work[slot];
     RowStep step{work.head_k * work.group, work.row_tiles.begin};
     for (int left = work.row_tiles.size() * work.group; left > 0; --left) {
-      body(OrderedAdds::of(params, rows, work, step, Traits::kBlockN), count++);
+      Handover::say_free();
+      Handover::await_full();
+      if (thread_index_again() % 32 == 0) {
+        const auto order = OrderedAdds::of(params, rows, work, step, Traits::kBlockN);
+        if (params.deterministic) order.wait_for_turn();
+        // In pieces, between which the copy engine loads the next tiles.
+        constexpr int kPieces = 8;
+        constexpr int kPiece = sizeof(shared.dq) / sizeof(float) / kPieces;
+        float* const dq = rows.dq_of(step.number(rows, work));
+#pragma unroll 1
+        for (int i = 0; i < kPieces; ++i) {
+          add_bulk(dq + i * kPiece, shared.dq + i * kPiece, kPiece * sizeof(float));
+        }
+        cute::tma_store_arrive();
+        if (params.deterministic) {
+          bulk_wait_written();
+          order.pass_on();
+        } else {
+          cute::tma_store_wait<0>();
+        }
+      }
+      __syncwarp();
       step.advance(work);
     }
-    shared.work_ring.empty[slot].arrive();
+    shared.work_ring.release(turn);
   }
-}
-
-// Tells the consumers when it is their turn to add to a tile of dQ.
-template <typename Traits>
-__device__ __forceinline__ void await_turns(const BackwardParams<float>& params,
-                                            const BackwardRows& rows,
-                                            typename Traits::SharedStorage& shared) {
-  for_each_turn<Traits>(params, rows, shared, [&](const OrderedAdds& order, int count) {
-    LoadBarrier& full = shared.turn_ring.wait_empty(count);
-    order.wait_for_turn();
-    full.arrive();
-  });
-}
-
-// Tells the next key tile when they have added. Only then may the second turn after this one begin:
-// a barrier that runs two phases ahead looks like one that is behind.
-template <typename Traits>
-__device__ __forceinline__ void pass_on_turns(const BackwardParams<float>& params,
-                                              const BackwardRows& rows,
-                                              typename Traits::SharedStorage& shared) {
-  for_each_turn<Traits>(params, rows, shared, [&](const OrderedAdds& order, int count) {
-    const int stage = shared.turn_ring.stage(count);
-    shared.added[stage].wait(shared.turn_ring.phase(count));
-    order.pass_on();
-    shared.turn_ring.empty[stage].arrive();
-  });
 }
 
 template <typename Traits>
@@ -105,10 +121,7 @@ class Loader {
  public:
   __device__ __forceinline__ Loader(const BackwardParams<float>& params, const BackwardRows& rows,
                                     const BackwardLaunch& launch, SharedStorage& shared)
-      : params_(params),
-        rows_(rows),
-        launch_(launch),
-        shared_(shared) {}
+      : params_(params), rows_(rows), launch_(launch), shared_(shared) {}
 
   __device__ __forceinline__ void run() {
     for (;; ++turn_) {
@@ -132,23 +145,21 @@ class Loader {
 
  private:
   __device__ __forceinline__ void load_work(const KeyWork& work) {
-      load_keys(launch_.k, shared_.k_ring, shared_.k, work);
-      RowStep step{work.head_k * work.group, work.row_tiles.begin};
-      load_q(work, step);
-      load_keys(launch_.v, shared_.v_ring, shared_.v, work);
-      load_dout(work, step);
-      for (int left = work.row_tiles.size() * work.group - 1; left > 0; --left) {
-        ++row_count_;
-        step.advance(work);
-        load_q(work, step);
-        load_dout(work, step);
-      }
+    load_keys(launch_.k, shared_.k_ring, shared_.k, work);
+    RowStep step{work.head_k * work.group, work.row_tiles.begin};
+    load_q(work, step);
+    load_keys(launch_.v, shared_.v_ring, shared_.v, work);
+    load_dout(work, step);
+    for (int left = work.row_tiles.size() * work.group - 1; left > 0; --left) {
       ++row_count_;
+      step.advance(work);
+      load_q(work, step);
+      load_dout(work, step);
+    }
+    ++row_count_;
   }
 
-  static __device__ __forceinline__ bool is_first_lane() {
-    return thread_index_again() % 32 == 0;
-  }
+  static __device__ __forceinline__ bool is_first_lane() { return thread_index_again() % 32 == 0; }
 
   // ---- tiles
 
@@ -200,9 +211,7 @@ class Loader {
         [&](LoadBarrier& barrier) {
           load_tile<kHeadDim, kSwizzle>(map, barrier, buffer, kBlockN * kSwizzle, kBlockN, at);
         },
-        [&] {
-          clear_rows<kBlockN, kSwizzle>(buffer, [&](int r) { return r < first_visible; });
-        });
+        [&] { clear_rows<kBlockN, kSwizzle>(buffer, [&](int r) { return r < first_visible; }); });
   }
 
   __device__ __forceinline__ TileCoordinates coordinates(const KeyWork& work,
@@ -225,9 +234,8 @@ class Loader {
                                                 const RowStep& step) const {
     const int first_with_keys = work.rows_with_keys.begin - step.tile * kBlockM;
     const auto careful = CarefulRows::of(params_, rows_, work, step);
-    clear_rows<kBlockM, Traits::kSwizzleColumns>(tile, [&](int r) {
-      return r < first_with_keys || (needs_care_ && careful.must_clear(r));
-    });
+    clear_rows<kBlockM, Traits::kSwizzleColumns>(
+        tile, [&](int r) { return r < first_with_keys || (needs_care_ && careful.must_clear(r)); });
   }
 
   // Q and the statistics of its rows.

@@ -40,15 +40,11 @@ template <int kHeadDim, bool kModifiesScores>
 struct BackwardTile;
 
 template <bool kModifiesScores>
-struct BackwardTile<64, kModifiesScores> : BackwardTileSizes<128, 4, 2, false, false, 224> {};
+struct BackwardTile<64, kModifiesScores> : BackwardTileSizes<128, 3, 3, false, false, 224> {};
 template <>
-struct BackwardTile<64, true> : BackwardTileSizes<64, 3, 2, false, true, 232> {};
+struct BackwardTile<64, true> : BackwardTileSizes<64, 3, 3, false, true, 232> {};
 
 template <bool kModifiesScores>
-struct BackwardTile<96, kModifiesScores>
-    : BackwardTileSizes<64, 3, 2, !kModifiesScores, true, 232> {};
-
-template <bool kModifiesScores>
-struct BackwardTile<128, kModifiesScores> : BackwardTileSizes<64, 3, 2, false, false, 232> {};
+struct BackwardTile<128, kModifiesScores> : BackwardTileSizes<64, 3, 3, false, false, 232> {};
 
 }  // namespace neginf::sm90

@@ -75,8 +75,7 @@ inline CUtensorMap tensor_map(const void* tensor, DType dtype, const Strides& st
       &map,
       dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       5, const_cast<char*>(start), dims, byte_strides, box_dims, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      swizzle_of(box.swizzle_columns),
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(box.swizzle_columns),
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("neginf: cuTensorMapEncodeTiled failed with error " +

@@ -90,4 +90,22 @@ __device__ __forceinline__ void store_tile(const CUtensorMap& map, const Element
   cute::tma_store_arrive();
 }
 
+// Adds `bytes` of floats to memory, both aligned to 16 bytes, which should stay in L2 until it is
+// added to again. By one thread, which must end it with tma_store_arrive and wait with
+// tma_store_wait before the source may be written again.
+__device__ __forceinline__ void add_bulk(float* to, const float* from, int bytes) {
+  constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, "
+      "%3;" ::"l"(to),
+      "r"(cute::cast_smem_ptr_to_uint(from)), "r"(bytes), "l"(kHint)
+      : "memory");
+}
+
+// Until all that the calling thread has stored or added so is in memory, before any access of its
+// own.
+__device__ __forceinline__ void bulk_wait_written() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 }  // namespace neginf::sm90

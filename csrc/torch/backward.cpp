@@ -47,15 +47,11 @@ Gradients run_backward(const std::optional<Tensor>& dout_in, const std::optional
                        const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out_in,
                        const Tensor& lse_in, const Options& options, const Shape& shape) {
   const c10::DeviceGuard guard(q.device());
-  ReadableInputs inputs(q, k, v, options);
+  const ReadableInputs inputs(q, k, v, options);
   const Kernel& kernel = select_kernel(Operation::backward, q, dtype_of(q, "q"), inputs.head_dim());
-  // The sm90 kernel takes V and dO as wide as K and Q only.
-  const int64_t head_dim_v = kernel.arch == Arch::sm90 ? inputs.head_dim() : inputs.head_dim_v();
-  inputs.v = widened(inputs.v, head_dim_v);
-  const Tensor out = widened(readable(out_in), head_dim_v);
+  const Tensor out = readable(out_in);
   const Tensor dout =
-      widened(readable(dout_in.has_value() ? *dout_in : at::zeros(out_in.sizes(), q.options())),
-              head_dim_v);
+      readable(dout_in.has_value() ? *dout_in : at::zeros(out_in.sizes(), q.options()));
   const Tensor lse = lse_in.contiguous();
   const Tensor dlse = dlse_in.has_value() ? dlse_in->contiguous() : Tensor();
   if (lse.is_cpu()) check_public_values<Real>(lse, "lse");

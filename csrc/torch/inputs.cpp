@@ -248,15 +248,10 @@ at::DimVector sizes_of_out(const at::Tensor& q, const at::Tensor& v) {
   return sizes;
 }
 
-at::Tensor widened(const at::Tensor& tensor, int64_t head_dim) {
-  const int64_t padding = head_dim - tensor.size(-1);
-  return padding == 0 ? tensor : at::constant_pad_nd(tensor, {0, padding}).contiguous();
-}
-
 at::Tensor readable(const at::Tensor& tensor) {
   if (!tensor.is_cuda()) return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
-  const int64_t head_dim = (tensor.size(-1) + 7) / 8 * 8;
-  if (head_dim != tensor.size(-1)) return widened(tensor, head_dim);
+  const int64_t padding = (8 - tensor.size(-1) % 8) % 8;
+  if (padding != 0) return at::constant_pad_nd(tensor, {0, padding}).contiguous();
   if (tensor.stride(-1) == 1 && is_aligned_for_gpu(tensor)) return tensor;
   return tensor.clone(at::MemoryFormat::Contiguous);
 }

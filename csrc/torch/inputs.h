@@ -48,10 +48,8 @@ at::DimVector sizes_of_out(const at::Tensor& q, const at::Tensor& v);
 at::ScalarType accumulate_type(at::ScalarType dtype);
 
 // A tensor a kernel can read: last stride 1 and, on the GPU, 16-byte aligned rows with head_dim
-// padded by zeros to a multiple of 8. Copies only what is not so already.
+// padded by zeros to a multiple of 8. Copies only what is not so already. The one place that pads.
 at::Tensor readable(const at::Tensor& tensor);
-// A readable tensor with head_dim padded by zeros to `head_dim`.
-at::Tensor widened(const at::Tensor& tensor, int64_t head_dim);
 
 Strides strides_of(const at::Tensor& tensor);      // (batch, seqlen, heads, d) or (total, heads, d)
 LseStrides lse_strides_of(const at::Tensor& lse);  // (batch, heads, seqlen) or (heads, total)
