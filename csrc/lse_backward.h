@@ -55,6 +55,7 @@ class BasicDivisor {
 template <typename Real>
 class BasicLog2Divisor {
  public:
+  BasicLog2Divisor() = default;  // of nothing yet
   explicit NEGINF_HOST_DEVICE BasicLog2Divisor(BasicDivisor<Real> divisor)
       : value_(divisor.value_ * Real(1.4426950408889634)) {}
 

@@ -30,6 +30,7 @@
 
 #include <cute/tensor.hpp>
 #include <limits>
+#include <utility>
 
 #include "../common/backward_rows.h"
 #include "../common/backward_scores.cuh"
@@ -59,7 +60,6 @@ struct BackwardTraits {
   static constexpr int kBlockN = Tile::kBlockN;
   static constexpr int kStagesQ = Tile::kStagesQ;
   static constexpr int kStagesDout = Tile::kStagesDout;
-  static constexpr bool kEarlyScores = Tile::kEarlyScores;
   static constexpr int kWarpgroups = kBlockN / 64;  // consumers
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
   // Per thread. The CTA has what it is launched with, 168 for each.
@@ -153,6 +153,9 @@ class BackwardConsumer {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kHeadDim = Traits::kHeadDim;
+  // The statistics of the rows before they are needed: while products read their operands, shared
+  // memory answers late. Those of more rows have no registers.
+  static constexpr bool kReadsAhead = kBlockM == 64;
 
  public:
   __device__ __forceinline__ BackwardConsumer(const BackwardParams<float>& params,
@@ -250,6 +253,7 @@ class BackwardConsumer {
     shared_.v_ring.wait_full(turn_);
     shared_.dout_ring.wait_full(count_);
     issue_scores(count_);
+    if constexpr (kReadsAhead) divisors_ = read(statistics(count_).divisor);
     wait_for<0>(tSrS_);
     issue_dp(count_);
   }
@@ -257,37 +261,34 @@ class BackwardConsumer {
   // When it begins, S of this row tile is there and dP is on its way.
   template <bool kHasNext>
   __device__ __forceinline__ void step(const KeyWork& work) {
-    constexpr bool kEarlyScores = kHasNext && Traits::kEarlyScores;
     to_probabilities(work);
     if constexpr (kHasNext) {
       shared_.q_ring.wait_full(count_ + 1);
       shared_.dout_ring.wait_full(count_ + 1);
     }
+    OfRows<float> delta;
+    if constexpr (kReadsAhead) delta = read(statistics(count_).delta);
     wait_for<0>(tPrP_);
     if constexpr (!Traits::kModifiesScores) round_to_operand(tSrS_);
     issue_dv();
-    to_gradients();
+    if constexpr (!kReadsAhead) delta = read(statistics(count_).delta);
+    to_gradients(delta);
     wait_for<0>(tVrV_);
     round_to_operand(tPrP_);
     store_ds();
     cutlass::arch::fence_view_async_shared();
     cutlass::arch::NamedBarrier::sync(128 * Traits::kWarpgroups, kConsumers);
     issue_dq();
-    if constexpr (kEarlyScores) issue_scores(count_ + 1);
     issue_dk();
-    wait_for<kEarlyScores ? 2 : 1>(tPrP_);
+    wait_for<1>(tPrP_);
     if constexpr (Traits::kOwnQueryGrad) warpgroup_fence_operand(tQrQ_);
     hand_over_query_gradient();
     wait_for<0>(tKrK_);
     if constexpr (kHasNext) {
-      if constexpr (kEarlyScores) {
-        warpgroup_fence_operand(tSrS_);
-        issue_dp(count_ + 1);
-      } else {
-        issue_scores(count_ + 1);
-        issue_dp(count_ + 1);
-        wait_for<1>(tSrS_);
-      }
+      issue_scores(count_ + 1);
+      issue_dp(count_ + 1);
+      if constexpr (kReadsAhead) divisors_ = read(statistics(count_ + 1).divisor);
+      wait_for<1>(tSrS_);
     }
     shared_.dout_ring.release(count_);
     shared_.q_ring.release(count_);
@@ -325,13 +326,28 @@ class BackwardConsumer {
     return *reinterpret_cast<const Pair<T>*>(of_rows + first + 8 * pair);
   }
 
+  // What belongs to the rows of this thread.
+  template <class T>
+  struct OfRows {
+    Pair<T> pairs[kBlockM / 8];
+  };
+  template <class T>
+  static __device__ __forceinline__ OfRows<T> read(const T* of_rows) {
+    return [&]<int... pair>(std::integer_sequence<int, pair...>) {
+      return OfRows<T>{{pair_of(of_rows, pair)...}};
+    }(std::make_integer_sequence<int, kBlockM / 8>{});
+  }
+  __device__ __forceinline__ const RowStatistics<kBlockM>& statistics(int count) const {
+    return shared_.statistics[shared_.q_ring.stage(count)];
+  }
+
   // body(score, what belongs to its row) for the (keys, rows) of this thread.
   template <class Scores, class T, class Body>
-  static __device__ __forceinline__ void for_each_score(Scores& scores, const T* of_rows,
+  static __device__ __forceinline__ void for_each_score(Scores& scores, const OfRows<T>& of_rows,
                                                         const Body& body) {
     CUTE_UNROLL
     for (int pair = 0; pair < kBlockM / 8; ++pair) {
-      const auto of_pair = pair_of(of_rows, pair);
+      const auto of_pair = of_rows.pairs[pair];
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         CUTE_UNROLL
@@ -344,9 +360,8 @@ class BackwardConsumer {
   // sloped_.
   __device__ __forceinline__ void to_probabilities(const KeyWork& work) {
     const int stage = shared_.q_ring.stage(count_);
-    const RowStatistics<kBlockM>& statistics = shared_.statistics[stage];
     const bool masked = !work.unmasked_tiles.contains(step_.tile);
-    const bool careful = statistics.needs_care != 0;
+    const bool careful = statistics(count_).needs_care != 0;
     const float scale = params_.problem.softmax_scale;
     if constexpr (Traits::kModifiesScores) {
       modify_scores(work, masked, careful, stage);
@@ -362,12 +377,13 @@ class BackwardConsumer {
       apply_mask_by_key(by_row, work.mask, row_of, key_of);
     }
     if (careful) {
-      for_each_score(scores, shared_.careful[stage], [&](float& score, Divisor divisor) {
+      for_each_score(scores, read(shared_.careful[stage]), [&](float& score, Divisor divisor) {
         score = careful_probability(score, scale, divisor);
       });
     } else {
       const float scale_log2 = scale * kLog2e;
-      for_each_score(scores, statistics.divisor, [&](float& score, Log2Divisor divisor) {
+      if constexpr (!kReadsAhead) divisors_ = read(statistics(count_).divisor);
+      for_each_score(scores, divisors_, [&](float& score, Log2Divisor divisor) {
         score = exp2_approx(divisor.exponent(score, scale_log2));
       });
     }
@@ -424,10 +440,8 @@ class BackwardConsumer {
     }
   }
 
-  // dP to dS. P is taken from where it is rounded: as operands both are, and where S was there may
-  // be the next one.
-  __device__ __forceinline__ void to_gradients() {
-    const RowStatistics<kBlockM>& statistics = shared_.statistics[shared_.q_ring.stage(count_)];
+  // dP to dS. P is taken from where it is rounded: no registers for both.
+  __device__ __forceinline__ void to_gradients(const OfRows<float>& delta) {
     Tensor rounded = recast<uint32_t>(operand_);
     Tensor ds = as_rows_and_columns(tPrP_);  // (keys, rows)
     const auto p_of = [&](int c, int pair) {
@@ -440,7 +454,7 @@ class BackwardConsumer {
     const auto multiply = [&](const auto& product) {
       CUTE_UNROLL
       for (int pair = 0; pair < kBlockM / 8; ++pair) {
-        const auto deltas = pair_of(statistics.delta, pair);
+        const auto deltas = delta.pairs[pair];
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
           const float2 p = p_of(c, pair);
@@ -449,7 +463,7 @@ class BackwardConsumer {
         }
       }
     };
-    if (statistics.needs_care != 0) {
+    if (statistics(count_).needs_care != 0) {
       // Where delta or dP is NaN, a key of weight 0 gets 0 all the same.
       multiply([](float p, float x) { return p == 0.f ? 0.f : p * x; });
     } else {
@@ -554,6 +568,7 @@ class BackwardConsumer {
   const BackwardRows& rows_;
   SharedStorage& shared_;
   RowStep step_;
+  OfRows<Log2Divisor> divisors_;
   int turn_ = 0;   // of key tiles
   int count_ = 0;  // of row tiles
 
