@@ -211,6 +211,12 @@ class BackwardConsumer {
     return uniform(thread_index_again() / 128 - 1);
   }
 
+  // K or V of both warpgroups, whose descriptors are worked out anew for the same reason.
+  static __device__ __forceinline__ const Element* keys_of_both(const Element* tile) {
+    if constexpr (!Traits::kKeepsP) asm volatile("" : "+l"(tile));
+    return tile;
+  }
+
   // What all consumers have written to shared memory may be multiplied afterwards.
   static __device__ __forceinline__ void share() {
     cutlass::arch::fence_view_async_shared();
@@ -220,7 +226,8 @@ class BackwardConsumer {
   // ---- products
 
   __device__ __forceinline__ void issue_scores(int count) {
-    Tensor sK = make_tensor(make_smem_ptr(shared_.k), typename Traits::LayoutsK::Plain{});
+    Tensor sK =
+        make_tensor(make_smem_ptr(keys_of_both(shared_.k)), typename Traits::LayoutsK::Plain{});
     Tensor sQ = make_tensor(make_smem_ptr(shared_.q[0]), typename Traits::LayoutsQ::Plain{});
     ScoreMma mma;
     auto thread = mma.get_slice(warpgroup() * 128);
@@ -230,7 +237,8 @@ class BackwardConsumer {
   }
 
   __device__ __forceinline__ void issue_dp(int count) {
-    Tensor sV = make_tensor(make_smem_ptr(shared_.v), typename Traits::LayoutsK::Plain{});
+    Tensor sV =
+        make_tensor(make_smem_ptr(keys_of_both(shared_.v)), typename Traits::LayoutsK::Plain{});
     Tensor sdO = make_tensor(make_smem_ptr(shared_.dout[0]), typename Traits::LayoutsDout::Plain{});
     ScoreMma mma;
     auto thread = mma.get_slice(warpgroup() * 128);
