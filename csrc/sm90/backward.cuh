@@ -1,9 +1,9 @@
 // Attention backward with WGMMA and the tensor memory accelerator, for sm90.
 //
 // A CTA works on one tile of kBlockN keys of a key head after the other, and for each on the tiles
-// of kBlockM query rows that see any of them, of every query head in the group. Two consumer
-// warpgroups own 64 of the keys each; everything of size keys x rows is computed transposed, so
-// that P^T and dS^T are operands as they lie in the accumulators:
+// of kBlockM query rows that see any of them, of every query head in the group. Everything of size
+// keys x rows is computed transposed. Up to head_dim 128 two consumer warpgroups own 64 of the keys
+// each, and P^T and dS^T are operands as they lie in the accumulators (kKeepsP):
 //
 //     S^T = K Q^T          P = exp(S - L)         dV += P^T dO
 //     dP^T = V dO^T        dS = P (dP - delta)    dK += dS^T Q      dQ += dS K
@@ -21,6 +21,18 @@
 //
 // ptxas counts products on their way within a basic block only. So from the first wait of a step on
 // there is no branch, and at the end of a step nothing but dP is on its way.
+//
+// From head_dim 192 on, dK and dV of 64 keys are too much for the registers of a warpgroup. There
+// both work on the same 64 keys: each has half the columns of dK, dV and dQ, and half the rows of
+// S^T and dP^T, which both need as operands:
+//
+//     S^T, dP^T  | rows of 0 | rows of 1 |   -> sP, sdS ->   dK, dV, dQ  | columns of 0 | of 1 |
+//
+//   tensor cores  dP            | dV             | dQ dK         | S' dP'
+//   arithmetic    P -> sP | bar | dS -> sdS | bar     | dQ -> sdQ     | dQ -> sdQ |     P'
+//
+// If shared memory is short, dQ leaves in two parts, the second beside S' and dP'. Where registers
+// allow it, S' is issued with dQ and dK instead (kEarlyScores).
 //
 // Softcap and ALiBi are a second kernel, as in the forward.
 #pragma once
@@ -105,7 +117,8 @@ struct BackwardTraits {
                                                    GMMA::Major::MN, GMMA::Major::MN>(),
                               std::conditional_t<kCutsRows, AlongM, AlongN>{}));
 
-  // Blocks that divide a warpgroup's columns of dK and dV, and with K of dQ.
+  // Column blocks of Q and dO divide a warpgroup's columns of dK and dV, those of K its columns of
+  // dQ: a product must begin where a block does.
   static constexpr int kSwizzleColumns = kKeyGradColumns % 64 == 0 ? 64 : 32;
   static constexpr int kSwizzleColumnsK =  // also of V
       kQueryGradColumns % kSwizzleColumns == 0 ? kSwizzleColumns : 16;
@@ -350,10 +363,11 @@ class BackwardConsumer {
     shared_.dout_ring.release(count_);
   }
 
-  // The barrier for P also says that all are past dK and dQ of the step before, which read sdS, and
-  // that for dS that all are past dV, which reads sP.
+  // As multiply_kept. The barrier for P also says that all are past dK and dQ of the step before,
+  // which read sdS, and that for dS that all are past dV, which reads sP.
   template <bool kHasNext>
   __device__ __forceinline__ void multiply_shared(const KeyWork& work) {
+    static_assert(Traits::kOwnQueryGrad);
     constexpr bool kEarlyScores = kHasNext && Traits::kEarlyScores;
     to_probabilities(work);
     if constexpr (!Traits::kModifiesScores) round_to_operand(tSrS_);
@@ -375,14 +389,13 @@ class BackwardConsumer {
     hand_over_query_gradient<0>();
     wait_for<0>(tKrK_);
     if constexpr (kHasNext) {
-      shared_.dout_ring.wait_full(count_ + 1);
       if constexpr (kEarlyScores) {
         warpgroup_fence_operand(tSrS_);
-        issue_dp(count_ + 1);
       } else {
         issue_scores(count_ + 1);
-        issue_dp(count_ + 1);
       }
+      shared_.dout_ring.wait_full(count_ + 1);
+      issue_dp(count_ + 1);
     }
     if constexpr (Traits::kQueryGradParts == 2) hand_over_query_gradient<1>();
     if constexpr (kHasNext && !kEarlyScores) wait_for<1>(tSrS_);
@@ -593,7 +606,7 @@ class BackwardConsumer {
     const int piece = Traits::kCutsRows ? warp : warp % 4 * Traits::kWarpgroups + warp / 4;
     Tensor tQrQ = query_gradient();
     auto* to = reinterpret_cast<float4*>(shared_.dq + piece * Handover::kPiece + thread % 32 * 4);
-    // Both warpgroups: after it dS, too, has been read by both.
+    // Both warpgroups: where P is kept, it also says that dS has been read by both.
     Handover::await_free();
     CUTE_UNROLL
     for (int n = 0; n < kColumnBlocks; ++n) {
