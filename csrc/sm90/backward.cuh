@@ -89,6 +89,7 @@ struct BackwardTraits {
   static constexpr int kScoreRows = kKeepsP ? kBlockM : kBlockM / kWarpgroups;
   static constexpr int kKeyGradColumns = kKeepsP ? kHeadDim : kHeadDim / kWarpgroups;
   static_assert(kBlockN == (kKeepsP ? 64 * kWarpgroups : 64));
+  static_assert(kQueryGradParts == 1 || (kQueryGradParts == 2 && !kKeepsP));
   using ScoreTile = Shape<Int<kBlockN>, Int<kBlockM>>;       // S^T, dP^T
   using KeyGradTile = Shape<Int<kBlockN>, Int<kHeadDim>>;    // dK, dV
   using QueryGradTile = Shape<Int<kBlockM>, Int<kHeadDim>>;  // dQ
