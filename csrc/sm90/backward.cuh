@@ -1,9 +1,9 @@
 // Attention backward with WGMMA and the tensor memory accelerator, for sm90.
 //
 // A CTA works on one tile of kBlockN keys of a key head after the other, and for each on the tiles
-// of kBlockM query rows that see any of them, of every query head in the group. Two consumer
-// warpgroups own 64 of the keys each; everything of size keys x rows is computed transposed, so
-// that P^T and dS^T are operands as they lie in the accumulators:
+// of kBlockM query rows that see any of them, of every query head in the group. Everything of size
+// keys x rows is computed transposed. Up to head_dim 128 two consumer warpgroups own 64 of the keys
+// each, and P^T and dS^T are operands as they lie in the accumulators (kKeepsP):
 //
 //     S^T = K Q^T          P = exp(S - L)         dV += P^T dO
 //     dP^T = V dO^T        dS = P (dP - delta)    dK += dS^T Q      dQ += dS K
@@ -21,6 +21,18 @@
 //
 // ptxas counts products on their way within a basic block only. So from the first wait of a step on
 // there is no branch, and at the end of a step nothing but dP is on its way.
+//
+// From head_dim 192 on, dK and dV of 64 keys are too much for the registers of a warpgroup. There
+// both work on the same 64 keys: each has half the columns of dK, dV and dQ, and half the rows of
+// S^T and dP^T, which both need as operands:
+//
+//     S^T, dP^T  | rows of 0 | rows of 1 |   -> sP, sdS ->   dK, dV, dQ  | columns of 0 | of 1 |
+//
+//   tensor cores  dP            | dV             | dQ dK         | S' dP'
+//   arithmetic    P -> sP | bar | dS -> sdS | bar     | dQ -> sdQ     | dQ -> sdQ |     P'
+//
+// If shared memory is short, dQ leaves in two parts, the second beside S' and dP'. Where registers
+// allow it, S' is issued with dQ and dK instead (kEarlyScores).
 //
 // Softcap and ALiBi are a second kernel, as in the forward.
 #pragma once
@@ -60,7 +72,8 @@ struct BackwardTraits {
   static constexpr int kBlockN = Tile::kBlockN;
   static constexpr int kStagesQ = Tile::kStagesQ;
   static constexpr int kStagesDout = Tile::kStagesDout;
-  static constexpr int kWarpgroups = kBlockN / 64;  // consumers
+  static constexpr bool kKeepsP = Tile::kKeepsP;
+  static constexpr int kWarpgroups = 2;  // consumers
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
   // Per thread. The CTA has what it is launched with, 168 for each.
   static constexpr int kConsumerRegisters = Tile::kConsumerRegisters;
@@ -70,28 +83,45 @@ struct BackwardTraits {
   static constexpr bool kOwnQueryGrad = Tile::kOwnQueryGrad;
   static constexpr int kQueryGradColumns = kCutsRows ? kHeadDim : kHeadDim / kWarpgroups;
   static_assert(kCutsRows || kBlockM == 64);
+  static constexpr int kQueryGradParts = Tile::kQueryGradParts;
 
-  static constexpr int kScoreRows = Tile::kScoreRows;
+  // What a warpgroup has of S^T, and of dK and dV.
+  static constexpr int kScoreRows = kKeepsP ? kBlockM : kBlockM / kWarpgroups;
+  static constexpr int kKeyGradColumns = kKeepsP ? kHeadDim : kHeadDim / kWarpgroups;
+  static_assert(kBlockN == (kKeepsP ? 64 * kWarpgroups : 64));
+  static_assert(kQueryGradParts == 1 || (kQueryGradParts == 2 && !kKeepsP));
   using ScoreTile = Shape<Int<kBlockN>, Int<kBlockM>>;       // S^T, dP^T
   using KeyGradTile = Shape<Int<kBlockN>, Int<kHeadDim>>;    // dK, dV
   using QueryGradTile = Shape<Int<kBlockM>, Int<kHeadDim>>;  // dQ
-  using AlongKeys = Layout<Shape<Int<kWarpgroups>, _1, _1>>;
+  // How the warpgroups lie in a product.
+  using AlongM = Layout<Shape<Int<kWarpgroups>, _1, _1>>;
+  using AlongN = Layout<Shape<_1, Int<kWarpgroups>, _1>>;
+  using AlongKeysIfKept = std::conditional_t<kKeepsP, AlongM, AlongN>;
   using ScoreMma = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kScoreRows>, Int<kHeadDim>>>(),
-      AlongKeys{}));
-  using KeyGradMma = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kHeadDim>, Int<kBlockM>>,
-                           GMMA::Major::K, GMMA::Major::MN>(),
-      AlongKeys{}));
-  using QueryGradMma = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float,
-                           Shape<_64, Int<kQueryGradColumns>, Int<kBlockN>>, GMMA::Major::MN,
-                           GMMA::Major::MN>(),
-      std::conditional_t<kCutsRows, AlongKeys, Layout<Shape<_1, Int<kWarpgroups>, _1>>>{}));
+                           Shape<_64, Int<std::min(kScoreRows, 64)>, Int<kHeadDim>>>(),
+      AlongKeysIfKept{}));
+  static constexpr auto key_grad_op() {
+    using ProductTile = Shape<_64, Int<kKeyGradColumns>, Int<kBlockM>>;
+    if constexpr (kKeepsP) {
+      return GMMA::rs_op_selector<Element, Element, float, ProductTile, GMMA::Major::K,
+                                  GMMA::Major::MN>();
+    } else {
+      return GMMA::ss_op_selector<Element, Element, float, ProductTile, GMMA::Major::K,
+                                  GMMA::Major::MN>();
+    }
+  }
+  using KeyGradMma = decltype(make_tiled_mma(key_grad_op(), AlongKeysIfKept{}));
+  using QueryGradMma =
+      decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float,
+                                                   Shape<_64, Int<kQueryGradColumns>, Int<kBlockN>>,
+                                                   GMMA::Major::MN, GMMA::Major::MN>(),
+                              std::conditional_t<kCutsRows, AlongM, AlongN>{}));
 
-  static constexpr int kSwizzleColumns = kHeadDim % 64 == 0 ? 64 : 32;
-  // Of K and V: blocks that divide a warpgroup's columns of dQ.
-  static constexpr int kSwizzleColumnsK =
+  // Column blocks of Q and dO divide a warpgroup's columns of dK and dV, those of K its columns of
+  // dQ: a product must begin where a block does.
+  static constexpr int kSwizzleColumns = kKeyGradColumns % 64 == 0 ? 64 : 32;
+  static constexpr int kSwizzleColumnsK =  // also of V
       kQueryGradColumns % kSwizzleColumns == 0 ? kSwizzleColumns : 16;
   template <int kColumns>
   using SwizzleAtom =
@@ -110,7 +140,7 @@ struct BackwardTraits {
   using LayoutsQ = Layouts<kBlockM, kHeadDim, kStagesQ, kSwizzleColumns>;
   using LayoutsDout = Layouts<kBlockM, kHeadDim, kStagesDout, kSwizzleColumns>;
   using LayoutsK = Layouts<kBlockN, kHeadDim, 1, kSwizzleColumnsK>;  // also V
-  using LayoutsDs = Layouts<kBlockN, kBlockM, 1, 64>;                // dS^T
+  using LayoutsP = Layouts<kBlockN, kBlockM, 1, 64>;                 // P^T, also dS^T
 
   struct SharedStorage {
     alignas(1024) Element k[kBlockN * kHeadDim];
@@ -118,7 +148,8 @@ struct BackwardTraits {
     alignas(1024) Element q[kStagesQ][kBlockM * kHeadDim];
     alignas(1024) Element dout[kStagesDout][kBlockM * kHeadDim];
     alignas(1024) Element ds[kBlockN * kBlockM];
-    alignas(128) float dq[kBlockM * kHeadDim];  // of a step, as it lies in memory
+    alignas(kKeepsP ? alignof(Element) : 1024) Element p[kKeepsP ? 1 : kBlockN * kBlockM];
+    alignas(128) float dq[kBlockM * kHeadDim / kQueryGradParts];  // of a part of a step
     RowStatistics<kBlockM> statistics[kStagesQ];
     alignas(8) Divisor careful[kStagesQ][kBlockM];  // of a tile that needs care
     KeyWork work[2];
@@ -153,9 +184,10 @@ class BackwardConsumer {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kHeadDim = Traits::kHeadDim;
+  static constexpr int kScoreRows = Traits::kScoreRows;
   // The statistics of the rows before they are needed: while products read their operands, shared
-  // memory answers late. Those of more rows have no registers.
-  static constexpr bool kReadsAhead = kBlockM == 64;
+  // memory answers late. Not everywhere are there registers for it.
+  static constexpr bool kReadsAhead = Traits::kKeepsP && kBlockM == 64;
 
  public:
   __device__ __forceinline__ BackwardConsumer(const BackwardParams<float>& params,
@@ -196,10 +228,23 @@ class BackwardConsumer {
     return uniform(thread_index_again() / 128 - 1);
   }
 
+  // K or V of both warpgroups, whose descriptors are worked out anew for the same reason.
+  static __device__ __forceinline__ const Element* keys_of_both(const Element* tile) {
+    if constexpr (!Traits::kKeepsP) asm volatile("" : "+l"(tile));
+    return tile;
+  }
+
+  // What all consumers have written to shared memory may be multiplied afterwards.
+  static __device__ __forceinline__ void share() {
+    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::NamedBarrier::sync(128 * Traits::kWarpgroups, kConsumers);
+  }
+
   // ---- products
 
   __device__ __forceinline__ void issue_scores(int count) {
-    Tensor sK = make_tensor(make_smem_ptr(shared_.k), typename Traits::LayoutsK::Plain{});
+    Tensor sK =
+        make_tensor(make_smem_ptr(keys_of_both(shared_.k)), typename Traits::LayoutsK::Plain{});
     Tensor sQ = make_tensor(make_smem_ptr(shared_.q[0]), typename Traits::LayoutsQ::Plain{});
     ScoreMma mma;
     auto thread = mma.get_slice(warpgroup() * 128);
@@ -209,7 +254,8 @@ class BackwardConsumer {
   }
 
   __device__ __forceinline__ void issue_dp(int count) {
-    Tensor sV = make_tensor(make_smem_ptr(shared_.v), typename Traits::LayoutsK::Plain{});
+    Tensor sV =
+        make_tensor(make_smem_ptr(keys_of_both(shared_.v)), typename Traits::LayoutsK::Plain{});
     Tensor sdO = make_tensor(make_smem_ptr(shared_.dout[0]), typename Traits::LayoutsDout::Plain{});
     ScoreMma mma;
     auto thread = mma.get_slice(warpgroup() * 128);
@@ -221,20 +267,31 @@ class BackwardConsumer {
   __device__ __forceinline__ void issue_dv() {
     Tensor sdOt =
         make_tensor(make_smem_ptr(shared_.dout[0]), typename Traits::LayoutsDout::Transposed{});
-    KeyGradMma mma;
-    Tensor tVrdO = mma.get_slice(warpgroup() * 128).partition_fragment_B(sdOt);
-    issue<false>(mma, operand_, tVrdO(_, _, _, shared_.dout_ring.stage(count_)), tVrV_);
+    issue_key_gradient(shared_.p, sdOt(_, _, shared_.dout_ring.stage(count_)), tVrV_);
   }
 
   __device__ __forceinline__ void issue_dk() {
     Tensor sQt = make_tensor(make_smem_ptr(shared_.q[0]), typename Traits::LayoutsQ::Transposed{});
+    issue_key_gradient(shared_.ds, sQt(_, _, shared_.q_ring.stage(count_)), tKrK_);
+  }
+
+  // accumulator += P^T or dS^T, from operand_ or where it is shared, times B.
+  template <class B, class Accumulator>
+  __device__ __forceinline__ void issue_key_gradient(const Element* scores, const B& sB,
+                                                     Accumulator& accumulator) {
     KeyGradMma mma;
-    Tensor tKrQ = mma.get_slice(warpgroup() * 128).partition_fragment_B(sQt);
-    issue<false>(mma, operand_, tKrQ(_, _, _, shared_.q_ring.stage(count_)), tKrK_);
+    auto thread = mma.get_slice(warpgroup() * 128);
+    Tensor b = thread.partition_fragment_B(sB);
+    if constexpr (Traits::kKeepsP) {
+      issue<false>(mma, operand_, b, accumulator);
+    } else {
+      Tensor sScores = make_tensor(make_smem_ptr(scores), typename Traits::LayoutsP::Plain{});
+      issue<false>(mma, thread.partition_fragment_A(sScores(_, _, 0)), b, accumulator);
+    }
   }
 
   __device__ __forceinline__ void issue_dq() {
-    Tensor sdS = make_tensor(make_smem_ptr(shared_.ds), typename Traits::LayoutsDs::Transposed{});
+    Tensor sdS = make_tensor(make_smem_ptr(shared_.ds), typename Traits::LayoutsP::Transposed{});
     Tensor sKt = make_tensor(make_smem_ptr(shared_.k), typename Traits::LayoutsK::Transposed{});
     QueryGradMma mma;
     auto thread = mma.get_slice(warpgroup() * 128);
@@ -261,6 +318,22 @@ class BackwardConsumer {
   // When it begins, S of this row tile is there and dP is on its way.
   template <bool kHasNext>
   __device__ __forceinline__ void step(const KeyWork& work) {
+    if constexpr (Traits::kKeepsP) {
+      multiply_kept<kHasNext>(work);
+    } else {
+      multiply_shared<kHasNext>(work);
+    }
+    shared_.q_ring.release(count_);
+    if constexpr (!kHasNext) {
+      shared_.k_ring.release(turn_);
+      shared_.v_ring.release(turn_);
+    }
+    ++count_;
+    step_.advance(work);
+  }
+
+  template <bool kHasNext>
+  __device__ __forceinline__ void multiply_kept(const KeyWork& work) {
     to_probabilities(work);
     if constexpr (kHasNext) {
       shared_.q_ring.wait_full(count_ + 1);
@@ -275,14 +348,13 @@ class BackwardConsumer {
     to_gradients(delta);
     wait_for<0>(tVrV_);
     round_to_operand(tPrP_);
-    store_ds();
-    cutlass::arch::fence_view_async_shared();
-    cutlass::arch::NamedBarrier::sync(128 * Traits::kWarpgroups, kConsumers);
+    store_operand(shared_.ds);
+    share();
     issue_dq();
     issue_dk();
     wait_for<1>(tPrP_);
     if constexpr (Traits::kOwnQueryGrad) warpgroup_fence_operand(tQrQ_);
-    hand_over_query_gradient();
+    hand_over_query_gradient<0>();
     wait_for<0>(tKrK_);
     if constexpr (kHasNext) {
       issue_scores(count_ + 1);
@@ -291,13 +363,44 @@ class BackwardConsumer {
       wait_for<1>(tSrS_);
     }
     shared_.dout_ring.release(count_);
-    shared_.q_ring.release(count_);
-    if constexpr (!kHasNext) {
-      shared_.k_ring.release(turn_);
-      shared_.v_ring.release(turn_);
+  }
+
+  // As multiply_kept. The barrier for P also says that all are past dK and dQ of the step before,
+  // which read sdS, and that for dS that all are past dV, which reads sP.
+  template <bool kHasNext>
+  __device__ __forceinline__ void multiply_shared(const KeyWork& work) {
+    static_assert(Traits::kOwnQueryGrad);
+    constexpr bool kEarlyScores = kHasNext && Traits::kQueryGradParts == 1;
+    to_probabilities(work);
+    if constexpr (!Traits::kModifiesScores) round_to_operand(tSrS_);
+    store_operand(shared_.p);
+    share();
+    wait_for<0>(tPrP_);
+    issue_dv();
+    to_gradients(read(statistics(count_).delta));
+    wait_for<0>(tVrV_);
+    shared_.dout_ring.release(count_);
+    round_to_operand(tPrP_);
+    store_operand(shared_.ds);
+    if constexpr (kHasNext) shared_.q_ring.wait_full(count_ + 1);
+    share();
+    issue_dq();
+    if constexpr (kEarlyScores) issue_scores(count_ + 1);
+    issue_dk();
+    wait_for<kEarlyScores ? 2 : 1>(tQrQ_);
+    hand_over_query_gradient<0>();
+    wait_for<0>(tKrK_);
+    if constexpr (kHasNext) {
+      if constexpr (kEarlyScores) {
+        warpgroup_fence_operand(tSrS_);
+      } else {
+        issue_scores(count_ + 1);
+      }
+      shared_.dout_ring.wait_full(count_ + 1);
+      issue_dp(count_ + 1);
     }
-    ++count_;
-    step_.advance(work);
+    if constexpr (Traits::kQueryGradParts == 2) hand_over_query_gradient<1>();
+    if constexpr (kHasNext && !kEarlyScores) wait_for<1>(tSrS_);
   }
 
   // ---- arithmetic
@@ -322,20 +425,21 @@ class BackwardConsumer {
   // This thread's rows come in pairs, two of every eight.
   template <class T>
   static __device__ __forceinline__ Pair<T> pair_of(const T* of_rows, int pair) {
-    const int first = thread_index_again() % 4 * 2;
+    const int thread = thread_index_again();
+    const int first = thread % 4 * 2 + (Traits::kKeepsP ? 0 : (thread / 128 - 1) * kScoreRows);
     return *reinterpret_cast<const Pair<T>*>(of_rows + first + 8 * pair);
   }
 
   // What belongs to the rows of this thread.
   template <class T>
   struct OfRows {
-    Pair<T> pairs[kBlockM / 8];
+    Pair<T> pairs[kScoreRows / 8];
   };
   template <class T>
   static __device__ __forceinline__ OfRows<T> read(const T* of_rows) {
     return [&]<int... pair>(std::integer_sequence<int, pair...>) {
       return OfRows<T>{{pair_of(of_rows, pair)...}};
-    }(std::make_integer_sequence<int, kBlockM / 8>{});
+    }(std::make_integer_sequence<int, kScoreRows / 8>{});
   }
   __device__ __forceinline__ const RowStatistics<kBlockM>& statistics(int count) const {
     return shared_.statistics[shared_.q_ring.stage(count)];
@@ -346,7 +450,7 @@ class BackwardConsumer {
   static __device__ __forceinline__ void for_each_score(Scores& scores, const OfRows<T>& of_rows,
                                                         const Body& body) {
     CUTE_UNROLL
-    for (int pair = 0; pair < kBlockM / 8; ++pair) {
+    for (int pair = 0; pair < kScoreRows / 8; ++pair) {
       const auto of_pair = of_rows.pairs[pair];
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
@@ -405,7 +509,7 @@ class BackwardConsumer {
     Tensor scores = as_rows_and_columns(tSrS_);  // (keys, rows)
     Tensor words = recast<uint32_t>(operand_);
     CUTE_UNROLL
-    for (int pair = 0; pair < kBlockM / 8; ++pair) {
+    for (int pair = 0; pair < kScoreRows / 8; ++pair) {
       CUTE_UNROLL
       for (int c = 0; c < 2; ++c) {
         float p[2];
@@ -453,7 +557,7 @@ class BackwardConsumer {
     };
     const auto multiply = [&](const auto& product) {
       CUTE_UNROLL
-      for (int pair = 0; pair < kBlockM / 8; ++pair) {
+      for (int pair = 0; pair < kScoreRows / 8; ++pair) {
         const auto deltas = delta.pairs[pair];
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
@@ -471,19 +575,22 @@ class BackwardConsumer {
     }
   }
 
-  // dS^T to shared memory, 8 x 8 pieces: a warp has 16 keys of all rows.
-  __device__ __forceinline__ void store_ds() {
+  // operand_ to a tile of P^T or dS^T in shared memory, in 8 x 8 pieces: a warp has 16 keys.
+  __device__ __forceinline__ void store_operand(Element* tile) {
     const int thread = thread_index_again() - 128;
     const int lane = thread % 32;
-    const int key = thread / 32 * 16 + lane % 16;
+    const int warp = thread / 32;
+    const int key = (Traits::kKeepsP ? warp : warp % 4) * 16 + lane % 16;
+    const int first = Traits::kKeepsP ? 0 : warp / 4 * (kScoreRows / 16);  // of 16 query rows
     const uint32_t row_bytes = 128;  // of a block of 64 query rows
-    const uint32_t of_key = cast_smem_ptr_to_uint(shared_.ds) + key * row_bytes;
+    const uint32_t of_key = cast_smem_ptr_to_uint(tile) + key * row_bytes;
     const int piece = lane / 16;
     Tensor words = recast<uint32_t>(operand_);
     CUTE_UNROLL
-    for (int i = 0; i < kBlockM / 16; ++i) {
+    for (int i = 0; i < kScoreRows / 16; ++i) {
+      const int at = first + i;
       const uint32_t to =
-          of_key + i / 4 * (kBlockN * row_bytes) + ((i % 4 * 2 + piece) ^ (key % 8)) * 16;
+          of_key + at / 4 * (kBlockN * row_bytes) + ((at % 4 * 2 + piece) ^ (key % 8)) * 16;
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                    "r"(words(4 * i)), "r"(words(4 * i + 1)), "r"(words(4 * i + 2)),
                    "r"(words(4 * i + 3))
@@ -505,23 +612,24 @@ class BackwardConsumer {
   }
 
   // As dq_piece_offset says: a lane's registers of eight columns lie together.
+  template <int kPart>
   __device__ __forceinline__ void hand_over_query_gradient() {
+    using Handover = QueryGradHandover<Traits>;
+    constexpr int kColumnBlocks = Handover::kPiece / 128;
     const int thread = thread_index_again() - 128;
     const int warp = thread / 32;
-    constexpr int kColumnBlocks = kHeadDim / 8;
-    const int block = Traits::kCutsRows
-                          ? warp * kColumnBlocks
-                          : warp % 4 * kColumnBlocks + warp / 4 * (Traits::kQueryGradColumns / 8);
+    const int piece = Traits::kCutsRows ? warp : warp % 4 * Traits::kWarpgroups + warp / 4;
     Tensor tQrQ = query_gradient();
-    auto* to = reinterpret_cast<float4*>(shared_.dq + block * 128 + thread % 32 * 4);
-    // Both warpgroups: after it dS, too, has been read by both.
-    QueryGradHandover<Traits>::await_free();
+    auto* to = reinterpret_cast<float4*>(shared_.dq + piece * Handover::kPiece + thread % 32 * 4);
+    // Both warpgroups: where P is kept, it also says that dS has been read by both.
+    Handover::await_free();
     CUTE_UNROLL
-    for (int n = 0; n < Traits::kQueryGradColumns / 8; ++n) {
-      to[n * 32] = make_float4(tQrQ(4 * n), tQrQ(4 * n + 1), tQrQ(4 * n + 2), tQrQ(4 * n + 3));
+    for (int n = 0; n < kColumnBlocks; ++n) {
+      const int at = 4 * (kPart * kColumnBlocks + n);
+      to[n * 32] = make_float4(tQrQ(at), tQrQ(at + 1), tQrQ(at + 2), tQrQ(at + 3));
     }
     cutlass::arch::fence_view_async_shared();
-    QueryGradHandover<Traits>::say_full();
+    Handover::say_full();
   }
 
   // ---- epilogue
@@ -536,6 +644,7 @@ class BackwardConsumer {
         make_identity_tensor(typename Traits::KeyGradTile{}));
     const auto coordinates = as_rows_and_columns(tKcK);
     const int quad_lane = thread % 4;
+    const int first_column = Traits::kKeepsP ? 0 : thread / 128 * Traits::kKeyGradColumns;
     Element* const of_work = static_cast<Element*>(tensor) + work.keys.index * strides.batch +
                              work.head_k * strides.head +
                              (work.keys.sequence.first_row + work.keys.first_row) * strides.row;
@@ -546,7 +655,7 @@ class BackwardConsumer {
       const bool is_visible = work.visible_keys.contains(key);
       Element* const to = of_work + key_in_tile * strides.row;
       CUTE_UNROLL
-      for (int group = 0; group < kHeadDim / 32; ++group) {
+      for (int group = 0; group < Traits::kKeyGradColumns / 32; ++group) {
         uint32_t chunk[4];
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) {
@@ -555,7 +664,7 @@ class BackwardConsumer {
               is_visible ? pack<Element>(accumulator(at) * scale, accumulator(at + 1) * scale) : 0u;
         }
         transpose_in_quad(chunk);
-        const int column = 32 * group + 8 * quad_lane;
+        const int column = first_column + 32 * group + 8 * quad_lane;
         if (key < work.keys.sequence.rows && column < columns) {
           *reinterpret_cast<uint4*>(to + column) =
               make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
@@ -574,9 +683,10 @@ class BackwardConsumer {
 
   decltype(partition_fragment_C(ScoreMma{}, typename Traits::ScoreTile{})) tSrS_;  // S^T, P^T
   decltype(partition_fragment_C(ScoreMma{},
-                                typename Traits::ScoreTile{})) tPrP_;  // dP^T, dS^T, then dQ
-  decltype(make_tensor<Element>(OperandLayout<kBlockM>{})) operand_;   // P^T, then dS^T
-  uint32_t sloped_[Traits::kModifiesScores ? kBlockM / 4 : 1];  // P times the slope of the softcap
+                                typename Traits::ScoreTile{})) tPrP_;    // dP^T, dS^T, then dQ
+  decltype(make_tensor<Element>(OperandLayout<kScoreRows>{})) operand_;  // P^T, then dS^T
+  uint32_t
+      sloped_[Traits::kModifiesScores ? kScoreRows / 4 : 1];  // P times the slope of the softcap
   decltype(partition_fragment_C(QueryGradMma{}, typename Traits::QueryGradTile{})) tQrQ_;
   decltype(partition_fragment_C(KeyGradMma{}, typename Traits::KeyGradTile{})) tKrK_;  // dK
   decltype(partition_fragment_C(KeyGradMma{}, typename Traits::KeyGradTile{})) tVrV_;  // dV

@@ -25,6 +25,10 @@ struct QueryGradHandover {
   static constexpr int kThreads = 128 * Traits::kWarpgroups + 32;
   static constexpr int kFull = 2;  // barriers; 0 is __syncthreads, 1 the consumers' own
   static constexpr int kFree = 3;
+  // A warp's part of dQ, which is contiguous in shared memory and, kParts of them, in memory.
+  static constexpr int kParts = Traits::kQueryGradParts;
+  static constexpr int kPieces = 4 * Traits::kWarpgroups;
+  static constexpr int kPiece = Traits::kBlockM * Traits::kHeadDim / (kPieces * kParts);
 
   static __device__ __forceinline__ void say_full() {
     cutlass::arch::NamedBarrier::arrive(kThreads, kFull);
@@ -81,28 +85,30 @@ __device__ __forceinline__ void add_query_gradients(const BackwardParams<float>&
     const KeyWork& work = shared.work[slot];
     RowStep step{work.head_k * work.group, work.row_tiles.begin};
     for (int left = work.row_tiles.size() * work.group; left > 0; --left) {
-      Handover::say_free();
-      Handover::await_full();
-      if (thread_index_again() % 32 == 0) {
-        const auto order = OrderedAdds::of(params, rows, work, step, Traits::kBlockN);
-        if (params.deterministic) order.wait_for_turn();
-        // In pieces, between which the copy engine loads the next tiles.
-        constexpr int kPieces = 8;
-        constexpr int kPiece = sizeof(shared.dq) / sizeof(float) / kPieces;
-        float* const dq = rows.dq_of(step.number(rows, work));
 #pragma unroll 1
-        for (int i = 0; i < kPieces; ++i) {
-          add_bulk(dq + i * kPiece, shared.dq + i * kPiece, kPiece * sizeof(float));
+      for (int part = 0; part < Handover::kParts; ++part) {
+        Handover::say_free();
+        Handover::await_full();
+        if (thread_index_again() % 32 == 0) {
+          const auto order = OrderedAdds::of(params, rows, work, step, Traits::kBlockN);
+          if (params.deterministic && part == 0) order.wait_for_turn();
+          // In pieces, between which the copy engine loads the next tiles.
+          float* const dq = rows.dq_of(step.number(rows, work)) + part * Handover::kPiece;
+#pragma unroll 1
+          for (int i = 0; i < Handover::kPieces; ++i) {
+            add_bulk(dq + i * Handover::kParts * Handover::kPiece, shared.dq + i * Handover::kPiece,
+                     Handover::kPiece * sizeof(float));
+          }
+          cute::tma_store_arrive();
+          if (params.deterministic && part == Handover::kParts - 1) {
+            bulk_wait_written();
+            order.pass_on();
+          } else {
+            cute::tma_store_wait<0>();
+          }
         }
-        cute::tma_store_arrive();
-        if (params.deterministic) {
-          bulk_wait_written();
-          order.pass_on();
-        } else {
-          cute::tma_store_wait<0>();
-        }
+        __syncwarp();
       }
-      __syncwarp();
       step.advance(work);
     }
     shared.work_ring.release(turn);

@@ -11,7 +11,9 @@
 //   128       64    2   232        292 / 390 / 415 / 430   (dQ in one piece, statistics not ahead)
 //                                  196 / 354 / 399 / 452
 //
-// With 240 registers for the consumers the producers have 24, and spill.
+// With 240 registers for the consumers the producers have 24, and spill. At 256, S of the next row
+// tile with dQ and dK leaves too few registers, and two stages of dO or all of dQ at once too
+// little shared memory.
 #pragma once
 
 namespace neginf::sm90 {
@@ -19,6 +21,8 @@ namespace neginf::sm90 {
 template <int kBlockM_, int kStagesQ_, int kStagesDout_, bool kOwnQueryGrad_,
           int kConsumerRegisters_>
 struct BackwardTileSizes {
+  // Warpgroups own keys, and P^T and dS^T stay in the registers in which they are made.
+  static constexpr bool kKeepsP = true;
   static constexpr int kBlockM = kBlockM_;  // query rows
   static constexpr int kBlockN = 128;       // keys, 64 per consumer warpgroup
   static constexpr int kStagesQ = kStagesQ_;
@@ -26,7 +30,21 @@ struct BackwardTileSizes {
   // dQ has registers of its own, not those of dP: where it has another shape than (part of) dP.
   static constexpr bool kOwnQueryGrad = kOwnQueryGrad_;
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
-  static constexpr int kScoreRows = 64;  // of one product
+  static constexpr int kQueryGradParts = 1;
+};
+
+// For head_dims of which dK and dV of 64 keys are too much for the registers of a warpgroup.
+template <int kStagesDout_, int kQueryGradParts_>
+struct WideBackwardTileSizes {
+  // Warpgroups own columns of head_dim, and P^T and dS^T of all go through shared memory.
+  static constexpr bool kKeepsP = false;
+  static constexpr int kBlockM = 64;
+  static constexpr int kBlockN = 64;
+  static constexpr int kStagesQ = 2;
+  static constexpr int kStagesDout = kStagesDout_;
+  static constexpr bool kOwnQueryGrad = true;
+  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kQueryGradParts = kQueryGradParts_;  // 2 where all does not fit in shared
 };
 
 template <int kHeadDim, bool kModifiesScores>
@@ -39,5 +57,11 @@ struct BackwardTile<64, true> : BackwardTileSizes<64, 3, 3, true, 232> {};
 
 template <bool kModifiesScores>
 struct BackwardTile<128, kModifiesScores> : BackwardTileSizes<64, 3, 3, false, 232> {};
+
+template <bool kModifiesScores>
+struct BackwardTile<192, kModifiesScores> : WideBackwardTileSizes<2, 1> {};
+
+template <bool kModifiesScores>
+struct BackwardTile<256, kModifiesScores> : WideBackwardTileSizes<1, 2> {};
 
 }  // namespace neginf::sm90
