@@ -339,13 +339,15 @@ class BackwardConsumer {
       shared_.q_ring.wait_full(count_ + 1);
       shared_.dout_ring.wait_full(count_ + 1);
     }
-    OfRows<float> delta;
-    if constexpr (kReadsAhead) delta = read(statistics(count_).delta);
+    [[maybe_unused]] OfRows<float> deltas;
+    if constexpr (kReadsAhead) deltas = read(statistics(count_).delta);
     wait_for<0>(tPrP_);
     if constexpr (!Traits::kModifiesScores) round_to_operand(tSrS_);
     issue_dv();
-    if constexpr (!kReadsAhead) delta = read(statistics(count_).delta);
-    to_gradients(delta);
+    to_gradients([&](int pair) {
+      if constexpr (kReadsAhead) return deltas.pairs[pair];
+      return pair_of(statistics(count_).delta, pair);
+    });
     wait_for<0>(tVrV_);
     round_to_operand(tPrP_);
     store_operand(shared_.ds);
@@ -377,7 +379,7 @@ class BackwardConsumer {
     share();
     wait_for<0>(tPrP_);
     issue_dv();
-    to_gradients(read(statistics(count_).delta));
+    to_gradients([&](int pair) { return pair_of(statistics(count_).delta, pair); });
     wait_for<0>(tVrV_);
     shared_.dout_ring.release(count_);
     round_to_operand(tPrP_);
@@ -446,12 +448,13 @@ class BackwardConsumer {
   }
 
   // body(score, what belongs to its row) for the (keys, rows) of this thread.
-  template <class Scores, class T, class Body>
-  static __device__ __forceinline__ void for_each_score(Scores& scores, const OfRows<T>& of_rows,
+  template <class Scores, class OfPair, class Body>
+  static __device__ __forceinline__ void for_each_score(Scores& scores,
+                                                        const OfPair& of_pair_number,
                                                         const Body& body) {
     CUTE_UNROLL
     for (int pair = 0; pair < kScoreRows / 8; ++pair) {
-      const auto of_pair = of_rows.pairs[pair];
+      const auto of_pair = of_pair_number(pair);
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         CUTE_UNROLL
@@ -481,13 +484,17 @@ class BackwardConsumer {
       apply_mask_by_key(by_row, work.mask, row_of, key_of);
     }
     if (careful) {
-      for_each_score(scores, read(shared_.careful[stage]), [&](float& score, Divisor divisor) {
+      const auto divisor_of = [&](int pair) { return pair_of(shared_.careful[stage], pair); };
+      for_each_score(scores, divisor_of, [&](float& score, Divisor divisor) {
         score = careful_probability(score, scale, divisor);
       });
     } else {
       const float scale_log2 = scale * kLog2e;
-      if constexpr (!kReadsAhead) divisors_ = read(statistics(count_).divisor);
-      for_each_score(scores, divisors_, [&](float& score, Log2Divisor divisor) {
+      const auto divisor_of = [&](int pair) {
+        if constexpr (kReadsAhead) return divisors_.pairs[pair];
+        return pair_of(statistics(count_).divisor, pair);
+      };
+      for_each_score(scores, divisor_of, [&](float& score, Log2Divisor divisor) {
         score = exp2_approx(divisor.exponent(score, scale_log2));
       });
     }
@@ -545,7 +552,8 @@ class BackwardConsumer {
   }
 
   // dP to dS. P is taken from where it is rounded: no registers for both.
-  __device__ __forceinline__ void to_gradients(const OfRows<float>& delta) {
+  template <class DeltaOf>
+  __device__ __forceinline__ void to_gradients(const DeltaOf& delta_of) {
     Tensor rounded = recast<uint32_t>(operand_);
     Tensor ds = as_rows_and_columns(tPrP_);  // (keys, rows)
     const auto p_of = [&](int c, int pair) {
@@ -558,7 +566,7 @@ class BackwardConsumer {
     const auto multiply = [&](const auto& product) {
       CUTE_UNROLL
       for (int pair = 0; pair < kScoreRows / 8; ++pair) {
-        const auto deltas = delta.pairs[pair];
+        const auto deltas = delta_of(pair);
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
           const float2 p = p_of(c, pair);

@@ -2,7 +2,7 @@
 // hidden 2048, TFLOP/s of prepare, main and finish at 512 / 2k / 4k / 16k.
 //
 //   head_dim  rows  dO  registers  full, and below it causal
-//   64        128   3   224        286 / 401 / 429 / 453
+//   64        128   3   232        286 / 401 / 429 / 453
 //                                  182 / 339 / 395 / 448
 //   64        64    2   240        241 / 326 / 350 / 366   (dQ added by the consumers)
 //                                  163 / 289 / 332 / 373
@@ -51,7 +51,7 @@ template <int kHeadDim, bool kModifiesScores>
 struct BackwardTile;
 
 template <bool kModifiesScores>
-struct BackwardTile<64, kModifiesScores> : BackwardTileSizes<128, 3, 3, false, 224> {};
+struct BackwardTile<64, kModifiesScores> : BackwardTileSizes<128, 3, 3, false, 232> {};
 template <>
 struct BackwardTile<64, true> : BackwardTileSizes<64, 3, 3, true, 232> {};
 
