@@ -10,6 +10,10 @@
 //                                  205 / 392 / 455 / 523
 //   128       64    2   232        292 / 390 / 415 / 430   (dQ in one piece, statistics not ahead)
 //                                  196 / 354 / 399 / 452
+//   192       64    2   232        227 / 298 / 311 / 316
+//                                  169 / 277 / 307 / 329
+//   256       64    1   232        265 / 370 / 395 / 407
+//                                  183 / 341 / 388 / 427
 //
 // With 240 registers for the consumers the producers have 24, and spill. At 256, S of the next row
 // tile with dQ and dK leaves too few registers, and two stages of dO or all of dQ at once too

@@ -26,8 +26,8 @@
 //   256       128 x 80     1  no     469 / 625 / 715 / 776 / 812 / 811
 //                                    271 / 420 / 572 / 701 / 772 / 813
 //
-// For head_dim 192 with a head_dim_v of 128 nothing is measured yet: 128 keys with one Q, or 96
-// with two, are what shared memory holds.
+//   192/128   128 x 128    1  no     446 / 594 / 698 / 757 / 784 / 790
+//                                    244 / 369 / 496 / 627 / 689 / 721
 //
 // A thread has 232 registers, or 160 where there are three consumer warpgroups, which bounds rows x
 // keys by the accumulators and P; two Q, which bound it through shared memory, are worth 10 % up to
