@@ -93,8 +93,8 @@ __device__ __forceinline__ void drop_weightless_keys(Gradients& gradients, const
   }
 }
 
-// apply_mask for a thread that has many rows and few keys: the rows that see a key are a range, too,
-// and compared are distances from the first row.
+// apply_mask for a thread that has many rows and few keys: the rows that see a key are a range,
+// too, and compared are distances from the first row.
 template <class Scores, class RowOf, class KeyOf>
 __device__ __forceinline__ void apply_mask_by_key(Scores& scores, const Mask& mask,
                                                   const RowOf& row_of, const KeyOf& key_of) {

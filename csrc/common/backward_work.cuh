@@ -1,5 +1,5 @@
-// What a CTA of a GPU backward works on: a tile of keys, the rows that see any of them, and its turn
-// to add to their dQ.
+// What a CTA of a GPU backward works on: a tile of keys, the rows that see any of them, and its
+// turn to add to their dQ.
 #pragma once
 
 #include "backward_rows.h"
