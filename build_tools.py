@@ -213,7 +213,7 @@ def _best_for(device: int, torch) -> set[str]:
     major, minor = torch.cuda.get_device_capability(device)
     wanted = {"sm80"} if major >= 8 else set()
     if (major, minor) == (9, 0):
-        wanted.add("sm90")  # beside sm80, which has the backward
+        wanted.add("sm90")  # beside sm80, which may be asked for and has more head_dims
     return wanted & set(available_backends())
 
 

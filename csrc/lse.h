@@ -100,8 +100,8 @@ struct Finalized {
 };
 
 // 1 / x and ln x of a sum of exponentials, which is far from the ends of the range: on a GPU
-// without what a division and a logarithm do for those. ln is off by 2^-21 at most, as much as the
-// sum is.
+// without what a division and a logarithm do for those. ln is off by 2^-21 of the larger of 1 and
+// itself, about as much as the sum is.
 template <typename Real>
 NEGINF_HOST_DEVICE Real reciprocal_of_sum(Real x) {
 #if defined(__CUDA_ARCH__)

@@ -138,8 +138,20 @@ def test_chunks_that_do_not_add_up(seqlen_k):
     with pytest.raises(TypeError, match=r"^q: got NoneType; accepted is a tensor"):
         neginf.chunked_attention(None, [], 0)
     k = torch.zeros(1, 3, 1, 8)
+    q = torch.zeros(1, 1, 1, 8)
     with pytest.raises(ValueError, match=r"^chunks: got 6 keys.*seqlen_k = [57]"):
-        neginf.chunked_attention(torch.zeros(1, 1, 1, 8), [(k, k), (k, k)], seqlen_k)
+        neginf.chunked_attention(q, [(k, k), (k, k)], seqlen_k)
+
+
+def test_chunks_are_checked():
+    q, k = torch.zeros(1, 1, 1, 8), torch.zeros(1, 3, 1, 8)
+    with pytest.raises(TypeError, match=r"^v: got NoneType; accepted is a tensor"):
+        neginf.chunked_attention(q, [(k, None)], 3)
+    message = r"^chunks: v: got head_dim 4; accepted is that of the first chunk, 8"
+    with pytest.raises(ValueError, match=message):
+        neginf.chunked_attention(q, [(k, k), (k, k[..., :4])], 6)
+    with pytest.raises(ValueError, match=r"^v: got head_dim 9; accepted are 1 to"):
+        neginf.chunked_attention(q, [(k, torch.zeros(1, 3, 1, 9))], 3, sink=torch.zeros(1))
 
 
 class OnePrefix:
@@ -232,6 +244,8 @@ def test_causal_needs_the_keys_of_its_rows():
     for prefixes, name in (((k, prefix), "k_prefix"), ((prefix, k), "v_prefix")):
         with pytest.raises(ValueError, match=rf"^{name}: got 4 dimensions"):
             neginf.shared_prefix_attention(q, *prefixes, k, k)
+    with pytest.raises(ValueError, match=r"^v_prefix: got head_dim 4; accepted is that of v, 8"):
+        neginf.shared_prefix_attention(q, prefix, prefix[..., :4], k, k)
 
 
 def pairs(tensors):
@@ -392,6 +406,10 @@ def test_levels_are_checked():
         neginf.cascade_attention(q, [prefix, own], causal=True)
     with pytest.raises(TypeError, match=r"^cu_seqlens_q: got list; accepted is a tensor"):
         neginf.cascade_attention(q, [(k, k, [0, 4], *prefix[3:])], causal=True)
+    narrow = (k, k[..., :4], *own[2:])
+    message = r"^levels\[1\].v: got head_dim 4; accepted is that of levels\[0\].v, 8"
+    with pytest.raises(ValueError, match=message):
+        neginf.cascade_attention(q, [prefix, narrow])
     with pytest.raises(ValueError, match=r"^levels: got none"):
         neginf.cascade_attention(q, [])
 

@@ -73,7 +73,7 @@ struct ForwardWork {
             head + head_in_tile};
   }
 
-  // Of a row in a tensor shaped like q.
+  // Of a row in q, or in a tensor with the same rows and heads.
   __device__ int64_t offset(const Row& row, const Strides& strides) const {
     return tile.index * strides.batch + row.head * strides.head +
            (tile.sequence.first_row + row.position) * strides.row;

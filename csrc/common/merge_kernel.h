@@ -6,7 +6,7 @@
 //     states    the same lanes hold the lse of all those rows at once, a lane per state: with 8
 //               states a warp merges 4 rows together. Weights go to the columns by shuffle.
 //
-// Neither depends on strides or alignment: they change no bit of a result.
+// Neither depends on strides or alignment: they change no bit of a merged state.
 #pragma once
 
 #include <cuda_runtime_api.h>

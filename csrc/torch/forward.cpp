@@ -136,9 +136,10 @@ std::tuple<Tensor, Tensor> forward_meta(const Tensor& q, const Tensor& k, const 
                                         NEGINF_OPTIONS_PARAMETERS) {
   const Options options = NEGINF_OPTIONS;
   check_without_sizes(q, k, v, options);
+  const int64_t dim = options.is_varlen() ? 3 : 4;
   for (const auto& [tensor, argument] : {std::pair(&q, "q"), std::pair(&v, "v")}) {
-    TORCH_CHECK_VALUE(tensor->dim() == (options.is_varlen() ? 3 : 4), argument, ": got ",
-                      tensor->dim(), " dimensions");
+    TORCH_CHECK_VALUE(tensor->dim() == dim, argument, ": got ", tensor->dim(),
+                      " dimensions; accepted are ", dim);
   }
   at::SymDimVector out_sizes(q.sym_sizes());
   out_sizes.back() = v.sym_size(-1);

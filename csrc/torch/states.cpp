@@ -20,7 +20,8 @@ bool is_supported(at::ScalarType dtype) {
          dtype == at::kBFloat16;
 }
 
-// Strides of (batch, seqlen, heads, d) or (total, heads, d), of which `stacked` lead.
+// Strides of (batch, seqlen, heads, d) or (total, heads, d), of which the states lead if
+// is_stacked.
 CombineStrides out_strides_of(const Tensor& tensor, bool is_stacked) {
   const bool is_varlen = tensor.dim() - is_stacked == 3;
   return {is_stacked ? tensor.stride(0) : 0, is_varlen ? 0 : tensor.stride(-4), tensor.stride(-3),

@@ -13,6 +13,15 @@ def check_tensors(**tensors):
             raise TypeError(f"{name}: got {type(tensor).__name__}; accepted is a tensor")
 
 
+def check_same_head_dim(name, tensor, first_name, first):
+    """For values that are attended to in separate calls."""
+    if tensor.dim() and first.dim() and tensor.shape[-1] != first.shape[-1]:
+        raise ValueError(
+            f"{name}: got head_dim {tensor.shape[-1]}; accepted is that of {first_name}, "
+            f"{first.shape[-1]}"
+        )
+
+
 def check_ints(name, got, values, accepted):
     """As ints: what Python takes for an index is one, numpy's ints too."""
     try:

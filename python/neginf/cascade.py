@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from neginf._checks import check_tensors
+from neginf._checks import check_same_head_dim, check_tensors
 from neginf.attention import flash_attn_func, flash_attn_varlen_func
 from neginf.merge import apply_sink, merge_states
 
@@ -63,14 +63,17 @@ def cascade_attention(
         lse = -inf (P6). Differentiable in q, in k and v of every level, and in the sink.
 
     Raises:
-        ValueError: no levels; on the CPU also too few keys for causal in the last level. Otherwise,
-            and TypeError, as :func:`neginf.flash_attn_varlen_func`.
+        ValueError: no levels, or v of different head_dim; on the CPU also too few keys for causal
+            in the last level. Otherwise, and TypeError, as :func:`neginf.flash_attn_varlen_func`.
 
     Source: Ye et al., FlashInfer (2025), on cascade inference; the merge is contract section 5.
     """
     levels = [CascadeLevel(*level) for level in levels]
     if not levels:
         raise ValueError("levels: got none; accepted is one level or more")
+    for i, level in enumerate(levels):
+        check_tensors(**{f"levels[{i}].v": level.v})
+        check_same_head_dim(f"levels[{i}].v", level.v, "levels[0].v", levels[0].v)
     if causal:
         _check_causal_level(levels[-1])
     states = [
@@ -116,7 +119,7 @@ def shared_prefix_attention(
         q: (batch, seqlen_q, num_heads, head_dim).
         k_prefix, v_prefix: (seqlen_prefix, num_heads_k, head_dim); may be empty.
         k, v: (batch, seqlen_k, num_heads_k, head_dim), each sequence's own keys; may be empty. v
-            and v_prefix may have a smaller head_dim.
+            and v_prefix may have a smaller head_dim, both the same.
         softmax_scale, softcap, deterministic: as in :func:`neginf.flash_attn_func`.
         causal: aligned to the bottom-right corner. Needs seqlen_k >= seqlen_q - 1, so that every
             row sees the whole prefix.
@@ -128,7 +131,8 @@ def shared_prefix_attention(
         (batch, num_heads, seqlen_q), natural logarithm. Differentiable in all tensors.
 
     Raises:
-        ValueError: another number of dimensions; too few keys for causal. Otherwise, and
+        ValueError: another number of dimensions; v_prefix of another head_dim than v; too few keys
+            for causal. Otherwise, and
             TypeError, as :func:`neginf.flash_attn_func`.
     """
     tensors = {"q": q, "k_prefix": k_prefix, "v_prefix": v_prefix, "k": k, "v": v}
@@ -138,6 +142,7 @@ def shared_prefix_attention(
         accepted = f"({lead}, heads, head_dim)"
         if tensor.dim() != len(accepted.split(",")):
             raise ValueError(f"{name}: got {tensor.dim()} dimensions; accepted is {accepted}")
+    check_same_head_dim("v_prefix", v_prefix, "v", v)
     if causal and k.shape[1] < q.shape[1] - 1:
         raise ValueError(
             f"k: got {k.shape[1]} keys for {q.shape[1]} rows; accepted with causal are at least "
@@ -181,7 +186,7 @@ def chunked_attention(
         q: (batch, seqlen_q, num_heads, head_dim).
         chunks: iterable of (k, v), each (batch, seqlen, num_heads_k, head_dim), in the order of
             their keys; consumed one by one. Chunks may be empty, and there may be none. Every v may
-            have a smaller head_dim.
+            have a smaller head_dim, all the same.
         seqlen_k: number of keys of all chunks together, by which causal is aligned to the
             bottom-right corner.
         softmax_scale, causal, softcap, deterministic: as in :func:`neginf.flash_attn_func`.
@@ -194,7 +199,8 @@ def chunked_attention(
         q, in every chunk and in the sink.
 
     Raises:
-        ValueError: chunks that do not add up to seqlen_k, as soon as that is known. Otherwise, and
+        ValueError: chunks that do not add up to seqlen_k, or a v of another head_dim than the first
+            one's, as soon as that is known. Otherwise, and
             TypeError, as :func:`neginf.flash_attn_func`.
     """
     check_tensors(q=q)
@@ -213,13 +219,14 @@ def chunked_attention(
     state = None
     end = 0
     for k, v in chunks:
+        check_tensors(k=k, v=v)
         end += k.shape[1]
         if end > seqlen_k:
             raise ValueError(
                 f"chunks: got {end} keys or more; accepted are seqlen_k = {seqlen_k} in all"
             )
-        if state is None:
-            state = state_without_keys(v.shape[-1])
+        if state is not None:
+            check_same_head_dim("chunks: v", v, "the first chunk", state[0])
         # Counted from the chunk's own last key, the diagonal lies seqlen_k - end keys to the right.
         chunk_out, chunk_lse = flash_attn_func(
             q,
@@ -232,6 +239,8 @@ def chunked_attention(
             return_lse=True,
         )
         del k, v  # or this chunk would stay while the next one is made
+        if state is None:
+            state = state_without_keys(chunk_out.shape[-1])
         out, lse = state
         state = merge_states([out, chunk_out.to(accumulate)], [lse, chunk_lse])
     if end != seqlen_k:

@@ -33,7 +33,7 @@ def decode_attention(
             the number of ranks.
         k: (batch, capacity, num_heads_k, head_dim), this rank's part of the cache. Capacities may
             differ, and may be 0.
-        v: as k, or of a smaller head_dim.
+        v: as k, or of a smaller head_dim, the same on every rank.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
         seqused_k: (batch) int32, how many tokens of each sequence this rank has; None is all. On
             the device of q, where nobody waits for it.

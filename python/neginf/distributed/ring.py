@@ -50,7 +50,7 @@ def ring_attention(
         q: (batch, tokens, num_heads, head_dim), or (tokens, num_heads, head_dim) of packed
             sequences: this rank's tokens, as ``queries.shard`` returns them.
         k: (batch, tokens, num_heads_k, head_dim) or (tokens, num_heads_k, head_dim), dtype of q.
-        v: as k, or of a smaller head_dim.
+        v: as k, or of a smaller head_dim, the same on every rank.
         queries: the :class:`SequenceSharding` of q and out.
         keys: that of k and v; None is that of q. With other lengths masks are aligned to the
             bottom-right corner of each whole sequence.
