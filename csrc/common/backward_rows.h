@@ -30,7 +30,7 @@ struct BackwardRows {
   int num_tiles;  // per head
 
   void* statistics;  // (num_heads, num_tiles) of RowStatistics<tile_rows>
-  float* dq;         // (num_heads, num_tiles, tile_rows, head_dim), see dq_offset
+  float* dq;         // (num_heads, num_tiles, tile_rows, head_dim), see dq_piece_offset
 
   int* adds;       // (num_heads, num_tiles): how many key tiles have added to dq, if in order
   int* next_work;  // one number: the next piece of work, for kernels that claim it

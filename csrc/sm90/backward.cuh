@@ -19,8 +19,8 @@
 //   tensor cores  dP        | dV             | dQ dK        | S' dP'
 //   arithmetic    P         | dS -> sdS | barrier     | -> sdQ  |     P'
 //
-// ptxas counts products on their way within a basic block only. So from the first wait of a step on
-// there is no branch, and at the end of a step nothing but dP is on its way.
+// ptxas counts products on their way within a basic block only. So there is no branch while more
+// than one is on its way, and at the end of a step that is dP.
 //
 // From head_dim 192 on, dK and dV of 64 keys are too much for the registers of a warpgroup. There
 // both work on the same 64 keys: each has half the columns of dK, dV and dQ, and half the rows of
@@ -63,9 +63,10 @@ using namespace cute;
 
 // ------------------------------------------------------------------------------------------ traits
 
-template <typename Element_, int kHeadDim_, typename Tile, bool kModifiesScores_>
+template <typename Element_, int kHeadDim_, typename Tile_, bool kModifiesScores_>
 struct BackwardTraits {
   using Element = Element_;
+  using Tile = Tile_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kModifiesScores = kModifiesScores_;
   static constexpr int kBlockM = Tile::kBlockM;
@@ -372,7 +373,7 @@ class BackwardConsumer {
   template <bool kHasNext>
   __device__ __forceinline__ void multiply_shared(const KeyWork& work) {
     static_assert(Traits::kOwnQueryGrad);
-    constexpr bool kEarlyScores = kHasNext && Traits::kQueryGradParts == 1;
+    constexpr bool kEarlyScores = kHasNext && Traits::Tile::kEarlyScores;
     to_probabilities(work);
     if constexpr (!Traits::kModifiesScores) round_to_operand(tSrS_);
     store_operand(shared_.p);

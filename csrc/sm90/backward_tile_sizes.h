@@ -22,23 +22,22 @@
 
 namespace neginf::sm90 {
 
-template <int kBlockM_, int kStagesQ_, int kStagesDout_, bool kOwnQueryGrad_,
-          int kConsumerRegisters_>
+template <int kBlockM_, bool kOwnQueryGrad_>
 struct BackwardTileSizes {
   // Warpgroups own keys, and P^T and dS^T stay in the registers in which they are made.
   static constexpr bool kKeepsP = true;
   static constexpr int kBlockM = kBlockM_;  // query rows
   static constexpr int kBlockN = 128;       // keys, 64 per consumer warpgroup
-  static constexpr int kStagesQ = kStagesQ_;
-  static constexpr int kStagesDout = kStagesDout_;
+  static constexpr int kStagesQ = 3;
+  static constexpr int kStagesDout = 3;
   // dQ has registers of its own, not those of dP: where it has another shape than (part of) dP.
   static constexpr bool kOwnQueryGrad = kOwnQueryGrad_;
-  static constexpr int kConsumerRegisters = kConsumerRegisters_;
+  static constexpr int kConsumerRegisters = 232;
   static constexpr int kQueryGradParts = 1;
 };
 
 // For head_dims of which dK and dV of 64 keys are too much for the registers of a warpgroup.
-template <int kStagesDout_, int kQueryGradParts_>
+template <int kStagesDout_, bool kEarlyScores_, int kQueryGradParts_>
 struct WideBackwardTileSizes {
   // Warpgroups own columns of head_dim, and P^T and dS^T of all go through shared memory.
   static constexpr bool kKeepsP = false;
@@ -46,6 +45,8 @@ struct WideBackwardTileSizes {
   static constexpr int kBlockN = 64;
   static constexpr int kStagesQ = 2;
   static constexpr int kStagesDout = kStagesDout_;
+  // S of the next row tile is issued with dQ and dK of this one, not after them.
+  static constexpr bool kEarlyScores = kEarlyScores_;
   static constexpr bool kOwnQueryGrad = true;
   static constexpr int kConsumerRegisters = 232;
   static constexpr int kQueryGradParts = kQueryGradParts_;  // 2 where all does not fit in shared
@@ -55,17 +56,17 @@ template <int kHeadDim, bool kModifiesScores>
 struct BackwardTile;
 
 template <bool kModifiesScores>
-struct BackwardTile<64, kModifiesScores> : BackwardTileSizes<128, 3, 3, false, 232> {};
+struct BackwardTile<64, kModifiesScores> : BackwardTileSizes<128, false> {};
 template <>
-struct BackwardTile<64, true> : BackwardTileSizes<64, 3, 3, true, 232> {};
+struct BackwardTile<64, true> : BackwardTileSizes<64, true> {};
 
 template <bool kModifiesScores>
-struct BackwardTile<128, kModifiesScores> : BackwardTileSizes<64, 3, 3, false, 232> {};
+struct BackwardTile<128, kModifiesScores> : BackwardTileSizes<64, false> {};
 
 template <bool kModifiesScores>
-struct BackwardTile<192, kModifiesScores> : WideBackwardTileSizes<2, 1> {};
+struct BackwardTile<192, kModifiesScores> : WideBackwardTileSizes<2, true, 1> {};
 
 template <bool kModifiesScores>
-struct BackwardTile<256, kModifiesScores> : WideBackwardTileSizes<1, 2> {};
+struct BackwardTile<256, kModifiesScores> : WideBackwardTileSizes<1, false, 2> {};
 
 }  // namespace neginf::sm90

@@ -38,7 +38,8 @@ __device__ __forceinline__ void wait_for(Accumulator& accumulator) {
 
 // --------------------------------------------------------------------------------------- fragments
 
-// An accumulator or its coordinates, ((2, 2, N / 8), 1, 1) per thread, as (rows, columns).
+// An accumulator or its coordinates, ((2, 2, N / 8), 1, products along N) per thread, as (rows,
+// columns).
 template <class Fragment>
 __device__ __forceinline__ auto as_rows_and_columns(Fragment& fragment) {
   const auto layout = fragment.layout();
