@@ -74,6 +74,7 @@ DENSE = [
     ({"window_size": (-2, 0)}, ValueError, "window_size"),
     ({"window_size": (0, -5)}, ValueError, "window_size"),
     ({"window_size": (-(2**40), -1)}, ValueError, "window_size"),
+    ({"window_size": (-(2**70), -1)}, ValueError, "window_size"),
     ({"window_size": (-1, -7), "causal": True}, ValueError, "window_size"),
     ({"window_size": (1.5, 0)}, TypeError, "window_size"),
     ({"window_size": (0, "a")}, TypeError, "window_size"),

@@ -96,6 +96,16 @@ def test_windows(target, window_size, sq, sk):
 
 
 @runs_on("forward")
+def test_windows_beyond_64_bits_are_unbounded(target):
+    inputs = Inputs(Problem(lengths_q=(40,), lengths_k=(70,)), target.dtype, target.device)
+    q, k, v = (inputs.tensor(name) for name in "qkv")
+    wide = neginf.flash_attn_func(q, k, v, window_size=(2**70, 2**63), return_lse=True)
+    unbounded = neginf.flash_attn_func(q, k, v, return_lse=True)
+    judge.assert_bits_equal(wide[0], unbounded[0], "out")
+    judge.assert_bits_equal(wide[1], unbounded[1], "lse")
+
+
+@runs_on("forward")
 @pytest.mark.parametrize(("left", "right"), [(2, 9), (-1, -1), (7, 0)])
 def test_causal_overrides_the_right_side(target, left, right):
     problem = Problem(lengths_q=(50,), lengths_k=(70,), causal=True, window_size=(left, right))

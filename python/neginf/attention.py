@@ -157,7 +157,9 @@ def window_sides(window_size):
         left, right = window_size
     except (TypeError, ValueError):
         raise ValueError(f"window_size: got {window_size}; accepted is (left, right)") from None
-    return check_ints("window_size", window_size, (left, right), "(left, right), two ints")
+    sides = check_ints("window_size", window_size, (left, right), "(left, right), two ints")
+    # Into what the operator takes: a window of more keys than that is as wide as all of them.
+    return [max(-(2**63), min(side, 2**63 - 1)) for side in sides]
 
 
 def _results(out, lse, return_attn_probs, return_lse):
