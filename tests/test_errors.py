@@ -282,6 +282,7 @@ def test_fake_tensors_are_checked_too():
         ({"num_splits": -4}, ValueError),
         ({"q": None}, TypeError),
         ({"v": q[0]}, ValueError),
+        ({"v": zeros(1, 3, 2, 9).to("meta")}, ValueError),
     ):
         with pytest.raises(error, match=f"^{next(iter(changes))}"):
             neginf.flash_attn_func(**{"q": q, "k": q, "v": q, **changes})
@@ -333,6 +334,15 @@ def test_the_operator_on_lists_trusts_nobody():
     for outs, lses in (([], [on_meta]), ([on_meta], [])):
         with pytest.raises(ValueError, match=r"^(outs|lses): got"):
             torch.ops.neginf.merge(outs, lses, None)
+    for outs, lses, name in (
+        ([on_meta, out], [lse.to("meta")] * 2, r"outs\[1\]"),
+        ([on_meta] * 2, [lse.to("meta"), lse], r"lses\[1\]"),
+    ):
+        message = rf"^{name}: got a tensor on cpu; accepted is the device of outs\[0\], meta"
+        with pytest.raises(ValueError, match=message):
+            torch.ops.neginf.merge(outs, lses, None)
+        with pytest.raises(ValueError, match=message):
+            torch.ops.neginf.merge_backward(None, None, outs, lses)
 
 
 def test_backend_names():

@@ -30,8 +30,8 @@
 //                                    244 / 369 / 496 / 627 / 689 / 721
 //
 // A thread has 232 registers (224 with softcap or ALiBi), or 160 where there are three consumer
-// warpgroups, which bounds rows x keys by the accumulators and P; two Q, which bound it through shared memory, are worth 10 % up to
-// 1k.
+// warpgroups, which bounds rows x keys by the accumulators and P; two Q, which bound it through
+// shared memory, are worth 10 % up to 1k.
 #pragma once
 
 #include <type_traits>

@@ -141,6 +141,9 @@ std::tuple<Tensor, Tensor> forward_meta(const Tensor& q, const Tensor& k, const 
     TORCH_CHECK_VALUE(tensor->dim() == dim, argument, ": got ", tensor->dim(),
                       " dimensions; accepted are ", dim);
   }
+  const auto head_dim = q.sym_size(-1).maybe_as_int();
+  const auto head_dim_v = v.sym_size(-1).maybe_as_int();
+  if (head_dim.has_value() && head_dim_v.has_value()) check_head_dim_v(*head_dim, *head_dim_v);
   at::SymDimVector out_sizes(q.sym_sizes());
   out_sizes.back() = v.sym_size(-1);
   const Tensor out = at::empty_symint(out_sizes, q.options());

@@ -88,8 +88,7 @@ void check_sizes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                     "; accepted is the head_dim of q, ", q.size(-1));
   TORCH_CHECK_VALUE(1 <= q.size(-1) && q.size(-1) <= kMaxHeadDim, "q: got head_dim ", q.size(-1),
                     "; accepted are 1 to ", kMaxHeadDim);
-  TORCH_CHECK_VALUE(1 <= v.size(-1) && v.size(-1) <= q.size(-1), "v: got head_dim ", v.size(-1),
-                    "; accepted are 1 to the head_dim of q, ", q.size(-1));
+  check_head_dim_v(q.size(-1), v.size(-1));
   TORCH_CHECK_VALUE(q.size(-2) >= 1 && k.size(-2) >= 1 && q.size(-2) % k.size(-2) == 0, "q: got ",
                     q.size(-2), " heads; accepted is a positive multiple of the ", k.size(-2),
                     " heads of k");
@@ -211,6 +210,11 @@ void check_same_device(const Argument& reference, std::initializer_list<Argument
                       other.tensor->device(), "; accepted is the device of ", reference.name, ", ",
                       device);
   }
+}
+
+void check_head_dim_v(int64_t head_dim, int64_t head_dim_v) {
+  TORCH_CHECK_VALUE(1 <= head_dim_v && head_dim_v <= head_dim, "v: got head_dim ", head_dim_v,
+                    "; accepted are 1 to the head_dim of q, ", head_dim);
 }
 
 Shape check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

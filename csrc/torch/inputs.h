@@ -41,6 +41,8 @@ void check_without_sizes(const at::Tensor& q, const at::Tensor& k, const at::Ten
 Shape check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                    const Options& options);
 
+void check_head_dim_v(int64_t head_dim, int64_t head_dim_v);
+
 // Those of q, but for head_dim, which is that of v.
 at::DimVector sizes_of_out(const at::Tensor& q, const at::Tensor& v);
 

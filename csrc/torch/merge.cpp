@@ -30,8 +30,7 @@ std::tuple<Tensor, Tensor> merge_backward(const std::optional<Tensor>& dout,
 }
 
 std::tuple<Tensor, Tensor> merge_meta(TensorList outs, TensorList lses, OptionalDType out_dtype) {
-  States::listed(outs, lses);
-  check_same_device({"outs[0]", outs[0]}, {{"lses[0]", lses[0]}});
+  States::listed(outs, lses).check_devices();
   const at::ScalarType dtype = out_dtype.value_or(outs[0].scalar_type());
   return {at::empty_symint(outs[0].sym_sizes(), outs[0].options().dtype(dtype)),
           at::empty_symint(lses[0].sym_sizes(), lses[0].options())};
@@ -40,8 +39,8 @@ std::tuple<Tensor, Tensor> merge_meta(TensorList outs, TensorList lses, Optional
 std::tuple<Tensor, Tensor> merge_backward_meta(const std::optional<Tensor>& dout,
                                                const std::optional<Tensor>& dlse, TensorList outs,
                                                TensorList lses) {
-  States::listed(outs, lses);
-  check_same_device({"outs[0]", outs[0]}, {{"lses[0]", lses[0]}, {"dout", dout}, {"dlse", dlse}});
+  States::listed(outs, lses).check_devices();
+  check_same_device({"outs[0]", outs[0]}, {{"dout", dout}, {"dlse", dlse}});
   const auto stacked = [](TensorList list) {
     std::vector<c10::SymInt> sizes{static_cast<int64_t>(list.size())};
     const auto of_one = list[0].sym_sizes();

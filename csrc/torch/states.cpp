@@ -60,6 +60,20 @@ States States::listed(at::TensorList outs, at::TensorList lses) {
   return {false, outs, lses};
 }
 
+void States::check_devices() const {
+  const char* first_name = is_stacked_ ? "out_partial" : "outs[0]";
+  if (is_stacked_) {
+    check_same_device({first_name, outs_[0]}, {{"lse_partial", lses_[0]}});
+    return;
+  }
+  for (const auto& [list, what] : {std::pair(&outs_, "outs["), std::pair(&lses_, "lses[")}) {
+    for (size_t i = 0; i < list->size(); ++i) {
+      const std::string name = what + std::to_string(i) + "]";
+      check_same_device({first_name, outs_[0]}, {{name.c_str(), (*list)[i]}});
+    }
+  }
+}
+
 // Every state like the first one.
 void States::check_list() const {
   for (const auto& [list, what] : {std::pair(&outs_, "outs["), std::pair(&lses_, "lses[")}) {
@@ -68,7 +82,6 @@ void States::check_list() const {
     for (size_t i = 1; i < list->size(); ++i) {
       const Tensor& one = (*list)[i];
       const std::string name = what + std::to_string(i) + "]";
-      check_same_device({first_name.c_str(), first}, {{name.c_str(), one}});
       TORCH_CHECK_VALUE(one.sizes() == first.sizes(), name, ": got shape ", one.sizes(),
                         "; accepted is that of ", first_name, ", ", first.sizes());
       TORCH_CHECK_TYPE(one.scalar_type() == first.scalar_type(), name, ": got dtype ",
@@ -79,13 +92,13 @@ void States::check_list() const {
 }
 
 void States::check(at::ScalarType dtype, const char* dtype_argument) const {
+  check_devices();
   if (!is_stacked_) check_list();
   const char* out_name = is_stacked_ ? "out_partial" : "outs[0]";
   const char* lse_name = is_stacked_ ? "lse_partial" : "lses[0]";
   const Tensor& out = outs_[0];
   const Tensor& lse = lses_[0];
   const int64_t lead = is_stacked_;
-  check_same_device({out_name, out}, {{lse_name, lse}});
   TORCH_CHECK_VALUE(out.dim() - lead == 3 || out.dim() - lead == 4, out_name, ": got ", out.dim(),
                     " dimensions; accepted are ",
                     is_stacked_ ? "5, (splits, batch, seqlen, heads, head_dim), or 4, (splits, "

@@ -23,6 +23,9 @@ class States {
   // unless there is an lse for each out, at least one and at most ListedStates::kMost.
   static States listed(at::TensorList outs, at::TensorList lses);
 
+  // All that can be checked of fake tensors: throws unless they are on one device.
+  void check_devices() const;
+
   // Throws unless the states fit each other and a merged out of this dtype, known to the caller as
   // the dtype of `dtype_argument`.
   void check(at::ScalarType dtype, const char* dtype_argument) const;
