@@ -82,12 +82,23 @@ def pieces(lead):
 
 
 @runs_on("combine", "combine_backward", gpu_only=True)
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize(
     ("splits", "head_dim", "lead"),
-    [(2, 40, (5, 1311)), (3, 72, (6563,)), (8, 40, (6563,)), (12, 128, (5, 661))],
+    [
+        (1, 40, (3, 4391)),
+        (2, 40, (5, 1311)),
+        (2, 128, (3, 4391)),
+        (2, 136, (13171,)),
+        (2, 32, (4391, 3)),
+        (3, 72, (6563,)),
+        (4, 160, (3, 2201)),
+        (8, 40, (6563,)),
+        (12, 128, (5, 661)),
+    ],
     ids=str,
 )
-def test_many_rows_are_as_few(target, splits, head_dim, lead):
+def test_many_rows_are_as_few(target, splits, head_dim, lead, listed):
     """So many that lanes merge several rows together; the last of them do not exist."""
     out, lse = states(target, splits, lead, 10, head_dim)
     dout, dlse = torch.randn_like(out[0]), torch.randn_like(lse[0])
@@ -95,7 +106,10 @@ def test_many_rows_are_as_few(target, splits, head_dim, lead):
     def run(out, lse, dout, dlse):
         leaves = out.clone().requires_grad_(), lse.clone().requires_grad_()
         with poisoned_allocations():
-            merged = neginf.flash_attn_combine(*leaves)
+            if listed:
+                merged = neginf.merge_states(*(leaf.unbind() for leaf in leaves))
+            else:
+                merged = neginf.flash_attn_combine(*leaves)
             return (*merged, *torch.autograd.grad(merged, leaves, (dout, dlse)))
 
     whole = run(out, lse, dout, dlse)

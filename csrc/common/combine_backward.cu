@@ -13,7 +13,7 @@ namespace {
 constexpr int kBlocksPerMultiprocessor = 3;
 
 // The tensors of one row.
-template <typename Partial, typename Out, int kVector, typename States>
+template <typename Partial, typename Out, int kVector, int kStates, typename States>
 struct BackwardRow {
   const Out* dout;  // null: zero
   RowStates<Partial, States> states;
@@ -23,17 +23,17 @@ struct BackwardRow {
 
   // For the states from `state` on, `count` of them, whose shares the lanes from first_lane on
   // hold: the dots dO . O_s over the lane's columns. Writes their dO_s.
-  __device__ void run(float (&dots)[kStatesInFlight], int state, int count, const Shares& shares,
+  __device__ void run(float (&dots)[kStates], int state, int count, const Shares& shares,
                       int first_lane, const LaneGroup& group) const {
-    MergeShare<float> share[kStatesInFlight];
+    MergeShare<float> share[kStates];
 #pragma unroll
-    for (int i = 0; i < kStatesInFlight; ++i) share[i] = shares.of(first_lane + i);
+    for (int i = 0; i < kStates; ++i) share[i] = shares.of(first_lane + i);
     for (int column = group.lane * kVector; exists && column < params.head_dim;
          column += group.lanes * kVector) {
       Partial* to = dout_partial + state * params.dout_partial_strides.split + column;
-      Bits<Partial, kVector> loaded[kStatesInFlight];
+      Bits<Partial, kVector> loaded[kStates];
 #pragma unroll
-      for (int i = 0; i < kStatesInFlight; ++i) {
+      for (int i = 0; i < kStates; ++i) {
         loaded[i] = {};
         if (dout != nullptr && shares.contributes(first_lane + i)) {
           loaded[i] = load<kVector>(states.out(state + i) + column);
@@ -42,7 +42,7 @@ struct BackwardRow {
       float grad[kVector] = {};
       if (dout != nullptr) load_values(grad, dout + column);
 #pragma unroll
-      for (int i = 0; i < kStatesInFlight; ++i, to += params.dout_partial_strides.split) {
+      for (int i = 0; i < kStates; ++i, to += params.dout_partial_strides.split) {
         if (i >= count) break;
         float values[kVector];
         unpack<Partial>(values, loaded[i]);
@@ -57,11 +57,12 @@ struct BackwardRow {
   }
 };
 
-template <typename Partial, typename Out, int kVector, typename States>
+template <typename Partial, typename Out, int kVector, typename InFlight, typename States>
 __global__ void __launch_bounds__(kMergeThreads, kBlocksPerMultiprocessor)
     combine_backward_kernel(const __grid_constant__ CombineBackwardParams<float> params,
                             const __grid_constant__ States all_states, const MergeGrid grid) {
   using StatesOfRow = RowStates<Partial, States>;
+  constexpr int kStates = InFlight::kStates;
   const LaneGroup group(grid.log2_lanes);
   const LaneGroup holders(grid.log2_holders);
   const RowsOfBlock rows(params, holders.count);
@@ -79,16 +80,17 @@ __global__ void __launch_bounds__(kMergeThreads, kBlocksPerMultiprocessor)
 
   // The lane that holds a state keeps its dO . O_s, where dL_s will be. More rows than one leave a
   // single turn.
+  const int end = InFlight::kHoldsAll ? 1 : params.num_splits;
   float dout_out = 0.f;  // dO . O of the lane's row
 #pragma unroll 1
-  for (int base = 0; base < params.num_splits; base += holders.lanes) {
+  for (int base = 0; base < end; base += holders.lanes) {
     const auto shares = held.shares(base, params.num_splits);
     const int count = min(holders.lanes, params.num_splits - base);
     float dot_of_lane = 0.f;
 #pragma unroll 1
     for (int r = 0; r < grid.rows_per_group(); ++r) {
       const BlockRow row = rows.row(group.index * grid.rows_per_group() + r);
-      const BackwardRow<Partial, Out, kVector, States> work{
+      const BackwardRow<Partial, Out, kVector, kStates, States> work{
           params.dout == nullptr
               ? nullptr
               : static_cast<const Out*>(params.dout) + row.offset(params.dout_strides),
@@ -96,13 +98,13 @@ __global__ void __launch_bounds__(kMergeThreads, kBlocksPerMultiprocessor)
           static_cast<Partial*>(params.dout_partial) + row.offset(params.dout_partial_strides),
           params, row.exists};
 #pragma unroll 1
-      for (int i = 0; i < count; i += kStatesInFlight) {
+      for (int i = 0; i < (InFlight::kHoldsAll ? 1 : count); i += kStates) {
         const int first_lane = (r << grid.log2_holders) + i;
-        float dots[kStatesInFlight] = {};
+        float dots[kStates] = {};
         work.run(dots, base + i, count - i, shares, first_lane, group);
         group.sum(dots);
 #pragma unroll
-        for (int j = 0; j < kStatesInFlight; ++j) {
+        for (int j = 0; j < kStates; ++j) {
           if (group.lane == first_lane + j) dot_of_lane = dots[j];
         }
       }
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(kMergeThreads, kBlocksPerMultiprocessor)
   dout_out = holders.sum(dout_out);
 
 #pragma unroll 1
-  for (int base = 0; base < params.num_splits; base += holders.lanes) {
+  for (int base = 0; base < end; base += holders.lanes) {
     const auto share = held.shares(base, params.num_splits).mine();
     const int s = base + holders.lane;
     if (held_row.exists && s < params.num_splits) {
@@ -124,11 +126,12 @@ __global__ void __launch_bounds__(kMergeThreads, kBlocksPerMultiprocessor)
 
 template <typename Partial, typename Out, int kVector, typename States>
 void launch_combine_backward(const CombineBackwardParams<float>& params, const States& states) {
-  const MergeGrid grid = merge_grid<Partial>(params);
-  if (grid.blocks == 0) return;
-  combine_backward_kernel<Partial, Out, kVector, States>
-      <<<checked_blocks(grid.blocks), kMergeThreads, 0, params.stream>>>(params, states, grid);
-  cuda_check(cudaGetLastError(), "combine_backward");
+  if (num_positions(params) * params.num_heads == 0) return;
+  dispatch_in_flight<Partial, kVector, 1>(params, [&](auto in_flight, const MergeGrid& grid) {
+    combine_backward_kernel<Partial, Out, kVector, decltype(in_flight), States>
+        <<<checked_blocks(grid.blocks), kMergeThreads, 0, params.stream>>>(params, states, grid);
+    cuda_check(cudaGetLastError(), "combine_backward");
+  });
 }
 
 template <typename Out>

@@ -28,10 +28,27 @@ constexpr int kMergeThreads = 256;
 template <typename Element>
 constexpr int kWide = kLoadBytes / static_cast<int>(sizeof(Element));
 
-// States whose loads are issued before the first is used, a power of two. Bytes per second of a
-// copy's at 2 / 8 / 32 float32 states of d128: 4 in flight 0.82 / 1.03 / 1.04, 8 (which leaves
-// registers for fewer warps) 0.60 / 1.04 / 1.03, 2 0.94 / 1.02 / 1.03 but 0.80 for bfloat16.
-constexpr int kStatesInFlight = 4;
+// What a lane loads before it uses any of it: kStates states, a power of two, of kRows rows. With
+// kHoldsAll there are no more states than that, and each has a lane that holds its lse: a row takes
+// one turn, and no loop around it.
+template <int kStates_, int kRows_, bool kHoldsAll_>
+struct InFlight {
+  static constexpr int kStates = kStates_;
+  static constexpr int kRows = kRows_;
+  static constexpr bool kHoldsAll = kHoldsAll_;
+};
+
+// Bytes per second of a copy's at 8 / 32 float32 states of d128: 4 states in flight 1.03 / 1.04, 8
+// (which leaves registers for fewer warps) 1.04 / 1.03, 2 1.02 / 1.03, but 0.80 at 8 of bfloat16.
+using ManyStates = InFlight<4, 1, false>;
+
+// With few states not the bytes in flight are the limit but instructions. At the speed of a copy a
+// warp of an H200 has 310 for a row of 2 states and 512 bytes, or several of fewer bytes, and for
+// its share of what comes before its rows. ManyStates takes 330 to 490, of which idle states and
+// loops are the most: 0.82 of a copy for float32, 0.49 to 0.68 for 16 bits.
+using FourStates = InFlight<4, 1, true>;
+template <int kRows>
+using TwoStates = InFlight<2, kRows, true>;
 
 // A pack as it is loaded, in whole registers until it is used.
 template <int kBytes>
@@ -131,23 +148,33 @@ class RowsOfBlock {
  public:
   __device__ RowsOfBlock(const CombineInputs<float>& params, int rows_per_block)
       : params_(params),
-        head_(static_cast<int>(blockIdx.x % static_cast<unsigned>(params.num_heads))),
-        first_(static_cast<int64_t>(blockIdx.x / static_cast<unsigned>(params.num_heads)) *
-               rows_per_block) {}
+        head_(static_cast<int>(blockIdx.x % static_cast<unsigned>(params.num_heads))) {
+    const int64_t first =
+        static_cast<int64_t>(blockIdx.x / static_cast<unsigned>(params.num_heads)) * rows_per_block;
+    batch_ = params.batch == 1 ? 0 : static_cast<unsigned>(first / params.seqlen);
+    row_ = static_cast<unsigned>(first - static_cast<int64_t>(batch_) * params.seqlen);
+  }
 
   __device__ BlockRow row(int i) const {
-    const int64_t last = num_positions(params_) - 1;
-    const int64_t position = min(first_ + i, last);
-    const int batch = params_.batch == 1 ? 0 : static_cast<int>(position / params_.seqlen);
-    return {
-        {batch, static_cast<int>(position - static_cast<int64_t>(batch) * params_.seqlen), head_},
-        first_ + i <= last};
+    const unsigned seqlen = params_.seqlen;
+    unsigned batch = batch_;
+    unsigned row = row_ + i;
+    if (row >= seqlen) {
+      batch += row / seqlen;  // in 32 bits, or it takes longer than the row
+      row %= seqlen;
+    }
+    const bool exists = batch < static_cast<unsigned>(params_.batch);
+    if (!exists) {
+      batch = params_.batch - 1;
+      row = seqlen - 1;
+    }
+    return {{static_cast<int>(batch), static_cast<int>(row), head_}, exists};
   }
 
  private:
   const CombineInputs<float>& params_;
   int head_;
-  int64_t first_;
+  unsigned batch_, row_;  // of the first one
 };
 
 // What some states, one for each lane of a group, are to their merged rows.
@@ -244,13 +271,13 @@ struct MergeGrid {
 };
 
 template <typename Partial>
-MergeGrid merge_grid(const CombineInputs<float>& params) {
+MergeGrid merge_grid(const CombineInputs<float>& params, int states_in_flight) {
   constexpr int64_t kManyBlocks = 1024;  // as fill any GPU: fewer rows a group before fewer blocks
   int log2_lanes = 0;
   while (log2_lanes < 5 && (kWide<Partial> << log2_lanes) < params.head_dim) ++log2_lanes;
   // Never so few holders that states in flight are of two rows.
   int log2_holders = 0;
-  while ((1 << log2_holders) < std::max(params.num_splits, kStatesInFlight) &&
+  while ((1 << log2_holders) < std::max(params.num_splits, states_in_flight) &&
          log2_holders < log2_lanes) {
     ++log2_holders;
   }
@@ -261,6 +288,23 @@ MergeGrid merge_grid(const CombineInputs<float>& params) {
       return {log2_lanes, log2_holders, blocks};
     }
   }
+}
+
+// use(an InFlight, its MergeGrid). Of two states, those of kRowsOfTwo rows are in flight.
+template <typename Partial, int kVector, int kRowsOfTwo, typename Use>
+void dispatch_in_flight(const CombineInputs<float>& params, const Use& use) {
+  const auto holds_all = [&](auto in_flight, const MergeGrid& grid) {
+    return params.num_splits <= std::min(in_flight.kStates, 1 << grid.log2_holders) &&
+           grid.rows_per_group() >= in_flight.kRows;
+  };
+  const MergeGrid grid = merge_grid<Partial>(params, ManyStates::kStates);
+  if constexpr (kVector > 1) {
+    using Two = TwoStates<kRowsOfTwo>;
+    const MergeGrid of_two = merge_grid<Partial>(params, Two::kStates);
+    if (holds_all(Two{}, of_two)) return use(Two{}, of_two);
+    if (holds_all(FourStates{}, grid)) return use(FourStates{}, grid);
+  }
+  use(ManyStates{}, grid);
 }
 
 inline unsigned checked_blocks(int64_t blocks) {
