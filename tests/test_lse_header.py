@@ -29,7 +29,7 @@ def compile_and_run(source, program):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["lse", "mask", "sequence", "swizzle", "tiles"])
+@pytest.mark.parametrize("name", ["lse", "mask", "sequence", "swizzle", "tile_order", "tiles"])
 def test_unit(name, tmp_path):
     compile_and_run(CPP / f"{name}_test.cpp", tmp_path / name)
 

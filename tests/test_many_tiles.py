@@ -5,7 +5,7 @@ import torch
 
 import judge
 import neginf
-from problems import Inputs, Problem, check_forward, int32
+from problems import Inputs, Problem, check_forward, int32, poisoned_allocations
 from targets import runs_on
 
 CASES = {
@@ -72,3 +72,26 @@ def test_neighbours_change_no_bit(target):
     judge.assert_bits_equal(out[:70], other_out[:70], "out")
     judge.assert_bits_equal(lse[:, :70], other_lse[:, :70], "lse")
     assert not torch.equal(out[70:], other_out[70:])
+
+
+@runs_on("forward", dtypes=("bfloat16",), gpu_only=True)
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_long_tiles_are_as_few(target, causal):
+    """So many long ones that CTAs make room for others; of few heads they stay."""
+    heads, keys = 56, 8195
+    q = torch.randn(2, 4096, heads, 128, dtype=target.dtype, device="cuda")
+    k, v = torch.randn(2, 2, keys, heads, 128, dtype=target.dtype, device="cuda")
+
+    def forward(of):
+        with poisoned_allocations():
+            return neginf.flash_attn_func(
+                q[:, :, of], k[:, :, of], v[:, :, of],
+                causal=causal, num_splits=1, return_lse=True,
+            )  # fmt: skip
+
+    out, lse = forward(slice(None))
+    for first in range(0, heads, 4):
+        of = slice(first, first + 4)
+        few_out, few_lse = forward(of)
+        judge.assert_bits_equal(out[:, :, of], few_out, "out")
+        judge.assert_bits_equal(lse[:, of], few_lse, "lse")

@@ -1,6 +1,6 @@
 // Attention forward with WGMMA and the tensor memory accelerator, for sm90.
 //
-// A CTA works on one tile of kBlockM query rows after the other (schedule.h) and on their keys by
+// A CTA works on one tile of kBlockM query rows after the other (tile_order.h) and on their keys by
 // tiles of kBlockN. A scheduler thread says what the next tile of rows is, a loader thread fetches
 // its Q, K and V, and consumer warpgroups multiply. Each of these owns 64 of the rows from S to O,
 // so that the softmax needs no exchange beyond a quad, and passes over the key tiles that only the
@@ -57,7 +57,7 @@ __device__ __forceinline__ void schedule_work(const ForwardParams<float>& params
                                               const Schedule& schedule,
                                               typename Traits::SharedStorage& shared) {
   int turn = 0;
-  for_each_tile(schedule, [&](int first, int size, int tile) {
+  const auto publish = [&](int first, int size, int tile) {
     LoadBarrier& full = shared.work_ring.wait_empty(turn);
     const int slot = shared.work_ring.stage(turn++);
     shared.work[slot] =
@@ -71,7 +71,8 @@ __device__ __forceinline__ void schedule_work(const ForwardParams<float>& params
     }
     shared.is_end[slot] = false;
     full.arrive();
-  });
+  };
+  for_each_tile(schedule.order, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), publish);
   LoadBarrier& full = shared.work_ring.wait_empty(turn);
   shared.is_end[shared.work_ring.stage(turn)] = true;
   full.arrive();
@@ -628,9 +629,9 @@ void launch_forward(const ForwardParams<float>& params) {
       std::is_same_v<typename Traits::Element, half_t> ? DType::float16 : DType::bfloat16;
   const Problem<float>& problem = params.problem;
   Launch launch;
-  launch.schedule = Schedule::of(params, Traits::kBlockM);
-  const int tiles = launch.schedule.tiles();
-  if (tiles == 0) return;
+  launch.schedule = Schedule::of(params, Traits::kBlockM, Traits::kBlockN);
+  const int ctas = launch.schedule.order.ctas(params.num_sms);
+  if (ctas == 0) return;
   const QueryPacking& packing = launch.schedule.grid.packing;
   const bool q_is_packed = problem.cu_seqlens_q != nullptr;
   const bool k_is_packed = problem.cu_seqlens_k != nullptr;
@@ -652,7 +653,6 @@ void launch_forward(const ForwardParams<float>& params) {
 
   constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   allow_shared_memory<forward_kernel<Traits>>(kSharedBytes);
-  const int ctas = std::min(tiles, params.num_sms);
   forward_kernel<Traits><<<ctas, Traits::kThreads, kSharedBytes, params.stream>>>(params, launch);
   cuda_check(cudaGetLastError(), "sm90 forward");
 }

@@ -1,16 +1,8 @@
-// In which order the tiles of a forward are worked on, and by which CTA.
+// What the tiles of a forward are. Groups of instances (tile_order.h) are cut so:
 //
-// As many CTAs as multiprocessors each work on one tile after the other. An instance is one head
-// (or pack of heads) of one sequence and split; its row tiles share K and V. Instances run in
-// groups, one group after the other:
-//
-//   causal       row tile by row tile, the longest first, each for all instances of a group: as
-//                many as L2 holds the K and V of, since they run side by side
+//   causal       a group is as many instances as L2 holds the K and V of, since they run side by
+//                side: row tile by row tile, the longest first, each for all of them
 //   otherwise    instance by instance: tiles are equal, and all instances are one group
-//
-// Of a group with n CTAs, CTA c has tiles c, 2n - 1 - c, 2n + c, ...: where lengths fall steadily
-// the sums come out even. When the last row of these runs forward, the CTAs after it are behind by
-// a tile, and the next group begins with them.
 #pragma once
 
 #include <algorithm>
@@ -19,19 +11,18 @@
 #include <string>
 
 #include "../common/forward_work.h"
+#include "tile_order.h"
 
 namespace neginf::sm90 {
 
 struct Schedule {
   ForwardGrid grid;
+  TileOrder order;
   int sequences;  // dense: batch; varlen: 1, row tiles count through all of them
-  int row_tiles;  // of one sequence in that sense
-  int instances;
-  int group_size;  // in instances
   bool longest_first;
   int num_splits;
 
-  static Schedule of(const ForwardParams<float>& params, int block_m) {
+  static Schedule of(const ForwardParams<float>& params, int block_m, int block_n) {
     const Problem<float>& problem = params.problem;
     const auto grid = ForwardGrid::of(problem, block_m);
     const int sequences = problem.cu_seqlens_q == nullptr ? problem.batch : 1;
@@ -48,20 +39,24 @@ struct Schedule {
     const int64_t group_size =
         is_causal ? std::clamp<int64_t>(kL2Bytes / bytes, 1, std::max<int64_t>(1, instances))
                   : instances;
+    // How many keys are in use is known to the GPU only.
+    const int tiles_per_cta =
+        problem.seqused_k != nullptr
+            ? 0
+            : choose_tiles_per_cta(row_tiles * instances,
+                                   keys_per_row(problem) / params.num_splits / block_n, !is_causal,
+                                   params.num_sms);
     return {grid,
+            {row_tiles, static_cast<int>(instances), static_cast<int>(group_size), tiles_per_cta},
             sequences,
-            row_tiles,
-            static_cast<int>(instances),
-            static_cast<int>(group_size),
             is_causal,
             params.num_splits};
   }
 
-  int tiles() const { return row_tiles * instances; }
-
-  // Number `tile` of the group that begins with instance `first` and has `size` of them.
+  // As for_each_tile numbers them.
   template <int kBlockM, int kBlockN>
   __device__ ForwardWork work(const Problem<float>& problem, int first, int size, int tile) const {
+    const int row_tiles = order.row_tiles;
     const int row = longest_first ? tile / size : tile % row_tiles;
     const int instance = first + (longest_first ? tile - row * size : tile / row_tiles);
     const int head_and_split = sequences == 1 ? instance : instance / sequences;
@@ -75,28 +70,20 @@ struct Schedule {
  private:
   // What K and V may take of the 50 MB.
   static constexpr int64_t kL2Bytes = 32 << 20;
-};
 
-// Calls body(first, size, tile) for the tiles of the calling CTA, as Schedule::work takes them.
-template <class Body>
-__device__ __forceinline__ void for_each_tile(const Schedule& schedule, const Body& body) {
-  const int ctas = static_cast<int>(gridDim.x);
-  int cta = static_cast<int>(blockIdx.x);  // counted from where the group begins
-  for (int first = 0; first < schedule.instances; first += schedule.group_size) {
-    const int left = schedule.instances - first;
-    const int size = left < schedule.group_size ? left : schedule.group_size;
-    const int tiles = size * schedule.row_tiles;
-    bool forward = true;
-    int begin = 0;
-    for (; begin < tiles; begin += ctas, forward = !forward) {
-      const int tile = begin + (forward ? cta : ctas - 1 - cta);
-      if (tile < tiles) body(first, size, tile);
-    }
-    if (!forward) {
-      cta -= tiles - (begin - ctas);
-      if (cta < 0) cta += ctas;
-    }
+  // About, of all keys.
+  static int64_t keys_per_row(const Problem<float>& problem) {
+    const int64_t sequences = std::max(problem.batch, 1);
+    const auto length = [&](const int* cu_seqlens, int seqlen, int64_t total) {
+      return cu_seqlens == nullptr ? seqlen : total / sequences;
+    };
+    const int64_t rows = length(problem.cu_seqlens_q, problem.seqlen_q, problem.total_q);
+    const int64_t keys = length(problem.cu_seqlens_k, problem.seqlen_k, problem.total_k);
+    const int64_t left = problem.window_left;
+    const int64_t right = problem.window_right;
+    if (left >= 0 && right >= 0) return std::min(keys, left + 1 + right);
+    return left < 0 && right < 0 ? keys : keys - std::min(rows, keys) / 2;
   }
-}
+};
 
 }  // namespace neginf::sm90
