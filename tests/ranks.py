@@ -15,6 +15,7 @@ class Ranks:
 
     def __init__(self, size, store, device="cpu"):
         self.size = size
+        self.requests = 0
         self.pipes, self.processes = [], []
         context = mp.get_context("spawn")
         for rank in range(size):
@@ -28,15 +29,23 @@ class Ranks:
 
     def run(self, function, *args):
         """What function(*args), a function of a test module, returns on each rank."""
+        self.requests += 1
         for pipe in self.pipes:
-            pipe.send_bytes(_to_bytes((function, args)))
-        results = []
-        for rank, pipe in enumerate(self.pipes):
-            assert pipe.poll(TIMEOUT_SECONDS), f"rank {rank} does not answer"
-            results.append(_from_bytes(pipe.recv_bytes()))
+            pipe.send_bytes(_to_bytes((self.requests, function, args)))
+        results = [self._answer(rank) for rank in range(self.size)]
         errors = [error for _, error in results if error is not None]
         assert not errors, "\n".join(errors)
         return [result for result, _ in results]
+
+    def _answer(self, rank):
+        """That to the last request. One to an earlier request, which was given up after a timeout,
+        may come first."""
+        pipe = self.pipes[rank]
+        while True:
+            assert pipe.poll(TIMEOUT_SECONDS), f"rank {rank} does not answer"
+            request, result, error = _from_bytes(pipe.recv_bytes())
+            if request == self.requests:
+                return result, error
 
     def close(self):
         for pipe in self.pipes:
@@ -60,14 +69,14 @@ def _serve(pipe, rank, size, store, device):
     )
     while True:
         try:
-            function, args = _from_bytes(pipe.recv_bytes())
+            request, function, args = _from_bytes(pipe.recv_bytes())
         except EOFError:
             break
         try:
             reply = function(*args), None
         except Exception:
             reply = None, f"rank {rank}:\n{traceback.format_exc()}"
-        pipe.send_bytes(_to_bytes(reply))
+        pipe.send_bytes(_to_bytes((request, *reply)))
     dist.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """Attention over sequences and caches that are spread over ranks: equal to one process."""
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -626,6 +627,19 @@ def wrong_arguments():
 
 def test_errors(ranks):
     ranks.run(wrong_arguments)
+
+
+def answered_late(seconds):
+    time.sleep(seconds)
+    return "late"
+
+
+def test_an_answer_that_comes_too_late_is_for_nobody(ranks, monkeypatch):
+    with monkeypatch.context() as patience:
+        patience.setattr("ranks.TIMEOUT_SECONDS", 0.1)
+        with pytest.raises(AssertionError, match="does not answer"):
+            ranks.run(answered_late, 1)
+    assert ranks.run(dist.get_rank) == list(range(ranks.size))
 
 
 def test_without_process_groups(tmp_path):

@@ -89,6 +89,12 @@ DENSE = [
     ({"alibi_slopes": zeros(2, 4, 1)}, ValueError, "alibi_slopes"),
     ({"alibi_slopes": zeros(4, dtype=torch.float64)}, TypeError, "alibi_slopes"),
     ({"alibi_slopes": zeros(4, dtype=torch.float16)}, TypeError, "alibi_slopes"),
+    ({"q": [1.0]}, TypeError, "q"),
+    ({"v": None}, TypeError, "v"),
+    ({"alibi_slopes": [1.0] * 4}, TypeError, "alibi_slopes"),
+    ({"seqused_k": [5, 6]}, TypeError, "seqused_k"),
+    ({"sink": [1.0] * 4}, TypeError, "sink"),
+    ({"sink": 1.0}, TypeError, "sink"),
     ({"sink": zeros(2)}, ValueError, "sink"),
     ({"sink": zeros(2, 4)}, ValueError, "sink"),
     ({"sink": zeros(4, dtype=torch.float64)}, TypeError, "sink"),
@@ -103,6 +109,8 @@ DENSE = [
     ({"seqused_k": int32([1, 0, 2, 0], "cpu")[::2]}, ValueError, "seqused_k"),
 ]
 PACKED = [
+    ({"cu_seqlens_k": [0, 4, 6]}, TypeError, "cu_seqlens_k"),
+    ({"sink": [1.0] * 4}, TypeError, "sink"),
     ({"q": zeros(1, 5, 4, 8)}, ValueError, "q"),
     ({"cu_seqlens_q": torch.tensor([0, 2, 5])}, TypeError, "cu_seqlens_q"),
     ({"cu_seqlens_k": torch.tensor([0.0, 4, 6])}, TypeError, "cu_seqlens_k"),
@@ -288,6 +296,16 @@ def test_fake_tensors_are_checked_too():
             neginf.flash_attn_func(**{"q": q, "k": q, "v": q, **changes})
 
 
+@pytest.mark.parametrize("place", [0, 16, 39])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_bad_state_of_a_long_list_is_called_by_its_number(place, needs_grad):
+    outs = [torch.zeros(3, 4, 8, requires_grad=needs_grad) for _ in range(40)]
+    lses = [torch.zeros(4, 3) for _ in range(40)]
+    lses[place][0, 0] = INF
+    with pytest.raises(ValueError, match=rf"^lses\[{place}\]: got \+inf"):
+        neginf.merge_states(outs, lses)
+
+
 def test_merge_states():
     out, lse = zeros(3, 4, 8), zeros(4, 3)
     with pytest.raises(TypeError, match=r"^outs\[1\]: got int"):
@@ -315,8 +333,7 @@ def test_merge_states():
 def test_the_operator_on_lists_trusts_nobody():
     out, lse = zeros(3, 4, 8), zeros(4, 3)
     cases = [
-        (([], [lse], None), ValueError, r"^outs: got 0 states; accepted are 1 to 16"),
-        (([out] * 17, [lse] * 17, None), ValueError, r"^outs: got 17 states"),
+        (([], [lse], None), ValueError, r"^outs: got 0 states; accepted is 1 or more"),
         (([out] * 2, [lse], None), ValueError, r"^lses: got 1 tensors"),
         (([out, out[:2]], [lse] * 2, None), ValueError, r"^outs\[1\]: got shape"),
         (([out] * 3, [lse, lse, lse[:2]], None), ValueError, r"^lses\[2\]: got shape"),

@@ -320,7 +320,7 @@ def test_states_of_a_list_have_strides_of_their_own(target, lead):
 
 
 @runs_on("combine", "combine_backward")
-@pytest.mark.parametrize("count", [1, 16, 17, 40])
+@pytest.mark.parametrize("count", [1, 16, 17, 40, 270])
 def test_long_lists(target, count):
     out, lse = states(target, count, (2, 9), 3, 40, empty=0.6)
     lse[..., 0] = NEG_INF
@@ -338,6 +338,16 @@ def test_long_lists(target, count):
         g = torch.stack(g)
         assert_sums_equal(g, e)
         assert torch.equal(g == 0, e == 0)
+
+
+@runs_on("combine", "combine_backward")
+def test_lse_of_a_long_list_alone(target):
+    out, lse = states(target, 40, (2, 9), 3, 40, empty=0.6)
+    outs, lses = list(out), [s.clone().requires_grad_() for s in lse]
+    merged_lse = neginf.merge_states(outs, lses)[1]
+    dlse = torch.randn_like(merged_lse)
+    gradients = torch.autograd.grad(merged_lse, lses, dlse)
+    assert_sums_equal(torch.stack(gradients), dlse * lse.softmax(0).nan_to_num(0.0))
 
 
 class Operators(TorchDispatchMode):

@@ -39,7 +39,6 @@ PYBIND11_MODULE(_C, m) {
       },
       "Every kernel in this build as (operation, arch, dtype, largest head_dim).");
   m.attr("ANY_HEAD_DIM") = neginf::kAnyHeadDim;
-  m.attr("MAX_LISTED_STATES") = neginf::ListedStates<float>::kMost;
   m.def("set_backend", &neginf::set_backend, pybind11::arg("backend").none(true),
         "Forces one back-end for the process; None returns to the automatic choice.");
   m.def("get_backend", &neginf::get_backend, "The forced back-end, or None.");

@@ -52,9 +52,7 @@ States States::stacked(const Tensor& out_partial, const Tensor& lse_partial) {
 }
 
 States States::listed(at::TensorList outs, at::TensorList lses) {
-  constexpr size_t kMost = ListedStates<float>::kMost;
-  TORCH_CHECK_VALUE(1 <= outs.size() && outs.size() <= kMost, "outs: got ", outs.size(),
-                    " states; accepted are 1 to ", kMost);
+  TORCH_CHECK_VALUE(!outs.empty(), "outs: got 0 states; accepted is 1 or more");
   TORCH_CHECK_VALUE(lses.size() == outs.size(), "lses: got ", lses.size(),
                     " tensors; accepted is one for each of the ", outs.size(), " outs");
   return {false, outs, lses};
@@ -138,6 +136,31 @@ States::Sizes States::sizes() const {
           is_varlen ? 1 : out.size(-4), out.size(-3), out.size(-2), out.size(-1)};
 }
 
+bool States::is_too_long() const {
+  return !is_stacked_ && outs_.size() > ListedStates<float>::kMost;
+}
+
+std::vector<States> States::parts() const {
+  const at::TensorList outs(outs_), lses(lses_);
+  std::vector<States> parts;
+  for (size_t first = 0; first < outs.size(); first += ListedStates<float>::kMost) {
+    const size_t count = std::min<size_t>(ListedStates<float>::kMost, outs.size() - first);
+    parts.push_back(States(false, outs.slice(first, count), lses.slice(first, count)));
+  }
+  return parts;
+}
+
+// Without a rounding in between: in the dtype of lse.
+States States::merged_each(const std::vector<States>& parts) {
+  std::vector<Tensor> outs, lses;
+  for (const States& part : parts) {
+    const auto [out, lse] = part.merge(part.lses_[0].scalar_type());
+    outs.push_back(out);
+    lses.push_back(lse);
+  }
+  return {false, outs, lses};
+}
+
 States States::readable() const {
   States states = *this;
   for (Tensor& out : states.outs_) out = with_last_stride_1(out);
@@ -214,6 +237,7 @@ Tensor States::merge_into(const Tensor& out) const {
 }
 
 std::tuple<Tensor, Tensor> States::merge(at::ScalarType out_dtype) const {
+  if (is_too_long()) return merged_each(parts()).merge(out_dtype);
   const Tensor out = at::empty(merged_out_sizes(), outs_[0].options().dtype(out_dtype));
   const Tensor lse = merge_into(out);
   return {out, lse};
@@ -238,9 +262,6 @@ std::tuple<Tensor, Tensor> States::backward(const std::optional<Tensor>& dout_in
   const c10::DeviceGuard guard(outs_[0].device());
   const Tensor dout = dout_in.has_value() ? with_last_stride_1(*dout_in) : Tensor();
   const Tensor dlse = dlse_in.value_or(Tensor());
-  const DType kernel_dtype = dtype_of(dout.defined() ? dout : outs_[0], "dout");
-  const Kernel& kernel =
-      select_kernel(Operation::combine_backward, outs_[0], kernel_dtype, outs_[0].size(-1));
   const auto stacked_sizes = [&](const Tensor& merged_like, at::IntArrayRef merged_sizes) {
     std::vector<int64_t> all{sizes().states};
     all.insert(all.end(), merged_sizes.begin(), merged_sizes.end());
@@ -248,14 +269,37 @@ std::tuple<Tensor, Tensor> States::backward(const std::optional<Tensor>& dout_in
   };
   const Tensor douts = stacked_sizes(outs_[0], merged_out_sizes());
   const Tensor dlses = stacked_sizes(lses_[0], merged_lse_sizes());
-  if (douts.numel() == 0) return {douts, dlses};
+  if (douts.numel() != 0) backward_into(dout, dlse, douts, dlses);
+  return {douts, dlses};
+}
+
+void States::backward_into(const Tensor& dout, const Tensor& dlse, const Tensor& douts,
+                           const Tensor& dlses) const {
+  if (is_too_long()) {
+    const auto optional = [](const Tensor& grad) {
+      return grad.defined() ? std::optional<Tensor>(grad) : std::nullopt;
+    };
+    const std::vector<States> parts = this->parts();
+    const auto [douts_of_parts, dlses_of_parts] =
+        merged_each(parts).backward(optional(dout), optional(dlse));
+    int64_t first = 0;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const int64_t count = parts[i].sizes().states;
+      parts[i].backward_into(douts_of_parts[i], dlses_of_parts[i], douts.narrow(0, first, count),
+                             dlses.narrow(0, first, count));
+      first += count;
+    }
+    return;
+  }
+  const DType kernel_dtype = dtype_of(dout.defined() ? dout : outs_[0], "dout");
+  const Kernel& kernel =
+      select_kernel(Operation::combine_backward, outs_[0], kernel_dtype, outs_[0].size(-1));
   const States states = readable();
   if (dlses.scalar_type() == at::kDouble) {
     states.launch_backward<double>(kernel, dout, dlse, douts, dlses);
   } else {
     states.launch_backward<float>(kernel, dout, dlse, douts, dlses);
   }
-  return {douts, dlses};
 }
 
 }  // namespace neginf

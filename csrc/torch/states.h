@@ -20,7 +20,7 @@ class States {
   // (splits, batch, seqlen, heads, head_dim) and (splits, batch, heads, seqlen), or without batch.
   static States stacked(const at::Tensor& out_partial, const at::Tensor& lse_partial);
   // Each (batch, seqlen, heads, head_dim) and (batch, heads, seqlen), or without batch. Throws
-  // unless there is an lse for each out, at least one and at most ListedStates::kMost.
+  // unless there is an lse for each out, and at least one.
   static States listed(at::TensorList outs, at::TensorList lses);
 
   // All that can be checked of fake tensors: throws unless they are on one device.
@@ -51,6 +51,14 @@ class States {
 
   void check_list() const;
   Sizes sizes() const;
+
+  // A list that is too long for one launch is merged in parts, whose merged states are merged.
+  bool is_too_long() const;
+  std::vector<States> parts() const;
+  static States merged_each(const std::vector<States>& parts);
+
+  void backward_into(const at::Tensor& dout, const at::Tensor& dlse, const at::Tensor& douts,
+                     const at::Tensor& dlses) const;
   States readable() const;  // with last stride 1
   template <typename Real>
   void launch_merge(const Kernel& kernel, const at::Tensor& out, const at::Tensor& lse) const;

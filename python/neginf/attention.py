@@ -1,7 +1,7 @@
 """Attention over dense and packed sequences, with FlashAttention-2's names and order."""
 
 from neginf import ops
-from neginf._checks import check_ints
+from neginf._checks import check_ints, check_tensors
 
 
 def flash_attn_func(
@@ -65,14 +65,15 @@ def flash_attn_func(
 
     Raises:
         ValueError: a shape, device or value that is not accepted; the message names the argument.
-        TypeError: a dtype that is not accepted, or a window that is not of ints.
+        TypeError: a dtype that is not accepted, something that is no tensor, or a window that is
+            not of ints.
         NotImplementedError: dropout, or no kernel in this build for these tensors.
 
     Source: Dao, FlashAttention-2 (2023); for rows without keys, rules P1 to P6 of docs/contract.md.
     """
     _reject_dropout(dropout_p)
     window_left, window_right = window_sides(window_size)
-    out, lse = ops.forward(
+    out, lse = _forward(
         q, k, v, None, None, seqused_q, seqused_k, None, None,
         softmax_scale, causal, window_left, window_right, softcap,
         alibi_slopes, sink, num_splits, deterministic,
@@ -137,12 +138,25 @@ def flash_attn_varlen_func(
             "block_table: got a tensor; accepted is None, a paged cache is not implemented"
         )
     window_left, window_right = window_sides(window_size)
-    out, lse = ops.forward(
+    out, lse = _forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, window_left, window_right, softcap,
         alibi_slopes, sink, num_splits, deterministic,
     )  # fmt: skip
     return _results(out, lse, return_attn_probs, return_lse)
+
+
+def _forward(*arguments):
+    try:
+        return ops.forward(*arguments)
+    except RuntimeError:
+        # By which torch refuses what is no tensor. Asked only now, this costs good calls no time.
+        for argument, value in zip(ops.forward._schema.arguments, arguments, strict=True):
+            if str(argument.type) == "Tensor" or (
+                str(argument.type) == "Optional[Tensor]" and value is not None
+            ):
+                check_tensors(**{argument.name: value})
+        raise
 
 
 def _reject_dropout(dropout_p):

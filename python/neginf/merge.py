@@ -80,18 +80,7 @@ def merge_states(outs, lses):
     for name, tensors in (("outs", outs), ("lses", lses)):
         for i, tensor in enumerate(tensors):
             check_same_kind(f"{name}[{i}]", tensor, f"{name}[0]", tensors[0])
-    return _merge_lists(outs, lses)
-
-
-def _merge_lists(outs, lses, out_dtype=None):
-    most = ops.MAX_LISTED_STATES
-    if len(outs) <= most:
-        return ops.merge(outs, lses, out_dtype)
-    parts = [
-        ops.merge(outs[i : i + most], lses[i : i + most], lses[0].dtype)
-        for i in range(0, len(outs), most)
-    ]
-    return _merge_lists(*map(list, zip(*parts, strict=True)), out_dtype or outs[0].dtype)
+    return ops.merge(outs, lses, None)
 
 
 def merge_state(out_a, lse_a, out_b, lse_b):

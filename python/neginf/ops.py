@@ -7,7 +7,7 @@ Python, so nothing here costs time per call.
 
 import torch
 
-from neginf._C import MAX_LISTED_STATES, build_info
+from neginf._C import build_info
 
 forward = torch.ops.neginf.forward.default
 backward = torch.ops.neginf.backward.default
@@ -16,7 +16,6 @@ combine_out = torch.ops.neginf.combine_out.default
 merge = torch.ops.neginf.merge.default
 
 __all__ = [
-    "MAX_LISTED_STATES",
     "backward",
     "build_info",
     "combine",
