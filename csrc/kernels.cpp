@@ -31,6 +31,8 @@ const Kernel* find_kernel(Operation operation, Arch arch, DType dtype, int head_
 const char* name(Operation operation) {
   switch (operation) {
     case Operation::forward: return "forward";
+    case Operation::decode: return "decode";
+    case Operation::append: return "append";
     case Operation::backward: return "backward";
     case Operation::combine: return "combine";
     case Operation::combine_backward: return "combine_backward";

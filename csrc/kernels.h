@@ -13,7 +13,7 @@
 
 namespace neginf {
 
-enum class Operation : int { forward, backward, combine, combine_backward };
+enum class Operation : int { forward, decode, append, backward, combine, combine_backward };
 
 // cuda: plain CUDA without tensor-core instructions, runs on every GPU the build has code for.
 enum class Arch : int { cpu, cuda, sm80, sm90 };
@@ -30,6 +30,14 @@ struct OperationOf;
 template <typename Real>
 struct OperationOf<ForwardParams<Real>> {
   static constexpr Operation value = Operation::forward;
+};
+template <typename Real>
+struct OperationOf<DecodeParams<Real>> {
+  static constexpr Operation value = Operation::decode;
+};
+template <>
+struct OperationOf<AppendParams> {
+  static constexpr Operation value = Operation::append;
 };
 template <typename Real>
 struct OperationOf<BackwardParams<Real>> {

@@ -102,6 +102,66 @@ class Workspace {
   ~Workspace() = default;
 };
 
+// Keys and values as inference keeps them: (num_entries, rows, num_heads_k, head_dim), an entry
+// being the room of one sequence or a page. Key j of sequence b is in slot leftpad[b] + j of that
+// sequence. On the GPU nobody has checked the numbers in these tables (key_cache.h).
+struct KeyCache {
+  int num_entries;
+  int entry_rows;  // of each entry: page_size, or the most slots of a sequence
+  int capacity;    // slots of a sequence: entry_rows, or all pages of a row of the table
+
+  const int* page_table;       // (batch, capacity / entry_rows), null: an entry is a sequence
+  int64_t page_table_stride;   // of batch
+  const int* cache_batch_idx;  // (batch), the entry of each sequence; null: its own number
+  const int* leftpad;          // (batch), null: 0
+};
+
+// Attention of few query rows over a cache. problem.seqused_k counts slots, leftpad included; null:
+// capacity.
+template <typename Real>
+struct DecodeParams : ForwardParams<Real> {
+  KeyCache cache;
+  // How the GPU divides the keys of a sequence: num_splits of ForwardParams, or 0 to divide all the
+  // work evenly; with keys_per_split > 0 into shares of so many keys, whatever else there is.
+  int keys_per_split;
+  Workspace* workspace;
+};
+
+// Writes new keys and values behind those in a cache, and rotates the new keys and the queries
+// (rotary position embedding). Tensors are of the registry's dtype, last strides 1.
+struct AppendParams {
+  int batch;
+  int num_heads;
+  int num_heads_k;
+  int head_dim;
+  int head_dim_v;
+  int rotary_dim;             // even, <= head_dim; 0: no rotation, and q is not touched
+  bool interleaved;           // pairs are (2 i, 2 i + 1), else (i, i + rotary_dim / 2)
+  bool advances_q;            // row i of q is at the position of new key i, else of new key 0
+  int64_t total_q;            // rows of q per batch entry, as in Problem
+  int64_t total_new;          // likewise of k and v
+  const int* cu_seqlens_q;    // (batch + 1), null: dense
+  const int* cu_seqlens_new;  // (batch + 1), null: dense
+
+  const void* q;    // as in AttentionInputs
+  const void* k;    // (batch, seqlen_new, num_heads_k, head_dim) or (total_new, ...)
+  const void* v;    // as k, of head_dim_v
+  const void* cos;  // (num_positions, rotary_dim / 2)
+  const void* sin;
+  void* rotated_q;  // as q
+  void* k_cache;
+  void* v_cache;
+  Strides q_strides, k_strides, v_strides, rotated_q_strides, k_cache_strides, v_cache_strides;
+  int64_t num_positions;
+  int64_t cos_stride, sin_stride;
+
+  KeyCache cache;
+  const int* cache_seqlens;   // (batch) slots in use before
+  const int* rotary_seqlens;  // (batch) position of new key 0; null: cache_seqlens
+  int* seqlens;               // (batch) slots in use afterwards
+  CUstream_st* stream;
+};
+
 template <typename Real>
 struct BackwardParams : AttentionInputs<Real> {
   const void* out;            // as q, of head_dim_v

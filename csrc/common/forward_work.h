@@ -22,6 +22,22 @@ struct ForwardGrid {
   }
 };
 
+// The query heads of a tile.
+struct HeadTile {
+  int head;   // of row 0
+  int heads;  // <= packing.heads
+  int head_k;
+
+  static NEGINF_HOST_DEVICE HeadTile of(const ForwardGrid& grid, int head_tile) {
+    const QueryPacking& packing = grid.packing;
+    const int head_k = packing.head_tiles == 1 ? head_tile : head_tile / packing.head_tiles;
+    const int head_in_group = (head_tile - head_k * packing.head_tiles) * packing.heads;
+    const int heads_left = grid.group - head_in_group;
+    return {head_k * grid.group + head_in_group,
+            heads_left < packing.heads ? heads_left : packing.heads, head_k};
+  }
+};
+
 struct ForwardWork {
   RowTile tile;  // its rows are positions of the sequence
   QueryPacking packing;
@@ -40,9 +56,7 @@ struct ForwardWork {
     // A constant tile size makes shifts of divisions.
     const RowTile tile = packing.heads == 1 ? find_row_tile(problem, kBlockM, row_tile)
                                             : find_row_tile(problem, packing.positions, row_tile);
-    const int head_k = packing.head_tiles == 1 ? head_tile : head_tile / packing.head_tiles;
-    const int head_in_group = (head_tile - head_k * packing.head_tiles) * packing.heads;
-    const int heads_left = grid.group - head_in_group;
+    const HeadTile heads = HeadTile::of(grid, head_tile);
     // Key 0 is the first one that any row sees: masks are aligned to the last key, so that dropping
     // keys in front changes nothing.
     Sequence keys = key_sequence(problem, tile.index);
@@ -51,9 +65,9 @@ struct ForwardWork {
     const Mask mask = mask_of(problem, tile.sequence, keys);
     return {tile,
             packing,
-            head_k * grid.group + head_in_group,
-            heads_left < packing.heads ? heads_left : packing.heads,
-            head_k,
+            heads.head,
+            heads.heads,
+            heads.head_k,
             split,
             keys,
             mask,

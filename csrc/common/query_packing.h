@@ -20,7 +20,12 @@ struct QueryPacking {
   static NEGINF_HOST_DEVICE QueryPacking of(int64_t seqlen_q, int num_heads, int num_heads_k,
                                             int block_m) {
     const int group = num_heads / num_heads_k;
-    if (group == 1 || seqlen_q > block_m / 2) return {1, block_m, group, 1 << 16};
+    if (seqlen_q > block_m / 2) return {1, block_m, group, 1 << 16};
+    return of_group(group, block_m);
+  }
+
+  // As many of the query heads of one key head as a tile holds.
+  static NEGINF_HOST_DEVICE QueryPacking of_group(int group, int block_m) {
     const int head_tiles = (group + block_m - 1) / block_m;
     const int heads = (group + head_tiles - 1) / head_tiles;
     return {heads, block_m / heads, head_tiles, 65535 / heads + 1};

@@ -152,8 +152,7 @@ class OnlineSoftmax {
     bool outgrown = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      // From -inf to anything is a growth of inf; -inf to -inf is NaN, and so is inf to inf: none.
-      outgrown |= (tile_max.of_row[r] - row_max_[r]) * scale_log2_ > kSlack;
+      outgrown |= outgrows(tile_max.of_row[r], r);
     }
     return __any_sync(0xffffffffu, outgrown);
   }
@@ -172,6 +171,19 @@ class OnlineSoftmax {
       rescale(r, factor);
     }
     if constexpr (kKeepsOffsets) offsets_ = offsets_of_maximum();
+  }
+
+  // Second part where the bits of a row must not depend on the rows beside it: raises the maxima of
+  // those rows alone that outgrow theirs.
+  template <class Rescale>
+  __device__ __forceinline__ void raise_each_maximum(RowValues tile_max, const Rescale& rescale) {
+    if (!outgrown_by(tile_max)) return;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const float max = reduce_quad(tile_max.of_row[r], running_max<float>);
+      tile_max.of_row[r] = outgrows(max, r) ? max : masked_score<float>();
+    }
+    raise_maximum(tile_max, rescale);
   }
 
   // Third part: the scores become probabilities relative to the running maximum.
@@ -201,6 +213,7 @@ class OnlineSoftmax {
     }
   }
 
+  __device__ float row_max(int r) const { return row_max_[r]; }
   // Every thread of the quad must call it.
   __device__ float row_sum(int r) const {
     return reduce_quad(row_sum_[r], [](float a, float b) { return a + b; });
@@ -213,6 +226,10 @@ class OnlineSoftmax {
 
  private:
   static constexpr float kSlack = 8.f;
+  __device__ __forceinline__ bool outgrows(float max, int r) const {
+    // From -inf to anything is a growth of inf; -inf to -inf is NaN, and so is inf to inf: none.
+    return (max - row_max_[r]) * scale_log2_ > kSlack;
+  }
 
   // As one fma, score * scale_log2 - shift * scale_log2 is off by the rounding of the second
   // product: 2^-14 at this size of it, which no 16-bit probability shows, and as much as exp2 can

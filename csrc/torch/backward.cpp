@@ -11,6 +11,7 @@
 #include "torch/backend.h"
 #include "torch/inputs.h"
 #include "torch/operators.h"
+#include "torch/workspace.h"
 
 namespace neginf {
 
@@ -26,21 +27,6 @@ void check_like(const Tensor& tensor, const char* argument, at::IntArrayRef size
   TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, argument, ": got dtype ", tensor.scalar_type(),
                    "; accepted is ", dtype);
 }
-
-// Hands out tensors of bytes; the allocator keeps their memory for the stream until the kernels
-// queued on it have run.
-class TensorWorkspace final : public Workspace {
- public:
-  explicit TensorWorkspace(const Tensor& like) : options_(like.options().dtype(at::kByte)) {}
-
-  void* allocate(int64_t bytes) override {
-    return tensors_.emplace_back(at::empty({bytes}, options_)).mutable_data_ptr();
-  }
-
- private:
-  at::TensorOptions options_;
-  std::vector<Tensor> tensors_;
-};
 
 template <typename Real>
 Gradients run_backward(const std::optional<Tensor>& dout_in, const std::optional<Tensor>& dlse_in,

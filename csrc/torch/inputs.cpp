@@ -15,15 +15,6 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-void check_int32_vector(const OptionalTensor& tensor, const char* argument, int64_t size) {
-  if (!tensor.has_value()) return;
-  TORCH_CHECK_TYPE(tensor->scalar_type() == at::kInt, argument, ": got dtype ",
-                   tensor->scalar_type(), "; accepted is int32");
-  TORCH_CHECK_VALUE(tensor->dim() == 1 && tensor->size(0) == size && tensor->is_contiguous(),
-                    argument, ": got shape ", tensor->sizes(), " with strides ", tensor->strides(),
-                    "; accepted is a contiguous tensor of shape [", size, "]");
-}
-
 // Values can be read without a synchronisation only on the CPU; kernels clamp them elsewhere.
 void check_cu_seqlens_values(const at::Tensor& cu_seqlens, const char* argument, int64_t total,
                              int64_t max_seqlen, const char* max_argument) {
@@ -55,23 +46,6 @@ void check_seqused_values(const OptionalTensor& seqused, const char* argument, i
   }
 }
 
-void check_size(int64_t size, const char* what) {
-  TORCH_CHECK_VALUE(size < kMaxSeqlen, what, ": got ", size, "; accepted is less than 2^30");
-}
-
-void check_dtypes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-  const std::pair<const at::Tensor*, const char*> others[] = {{&k, "k"}, {&v, "v"}};
-  for (const auto& [tensor, argument] : others) {
-    TORCH_CHECK_TYPE(tensor->scalar_type() == q.scalar_type(), argument, ": got dtype ",
-                     tensor->scalar_type(), "; accepted is the dtype of q, ", q.scalar_type());
-  }
-  const bool half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
-  const bool single_or_double = q.scalar_type() == at::kFloat || q.scalar_type() == at::kDouble;
-  TORCH_CHECK_TYPE(half || (single_or_double && !q.is_cuda()), "q: got dtype ", q.scalar_type(),
-                   " on ", q.device(),
-                   "; accepted are float16 and bfloat16, and on the CPU float32 and float64");
-}
-
 void check_sizes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                  const Options& options) {
   const int64_t dim = options.is_varlen() ? 3 : 4;
@@ -96,6 +70,52 @@ void check_sizes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     TORCH_CHECK_VALUE(q.size(0) == k.size(0), "k: got batch ", k.size(0),
                       "; accepted is the batch of q, ", q.size(0));
   }
+}
+
+bool is_aligned_for_gpu(const at::Tensor& tensor) {
+  const int64_t elements = 16 / tensor.element_size();
+  for (int64_t d = 0; d + 1 < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1 && tensor.stride(d) % elements != 0) return false;
+  }
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+}
+
+int window_side(int64_t side) {
+  return side < 0 || side >= kMaxSeqlen ? -1 : static_cast<int>(side);
+}
+
+}  // namespace
+
+at::ScalarType accumulate_type(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+void check_int32_vector(const std::optional<at::Tensor>& tensor, const char* argument,
+                        int64_t size) {
+  if (!tensor.has_value()) return;
+  TORCH_CHECK_TYPE(tensor->scalar_type() == at::kInt, argument, ": got dtype ",
+                   tensor->scalar_type(), "; accepted is int32");
+  TORCH_CHECK_VALUE(tensor->dim() == 1 && tensor->size(0) == size && tensor->is_contiguous(),
+                    argument, ": got shape ", tensor->sizes(), " with strides ", tensor->strides(),
+                    "; accepted is a contiguous tensor of shape [", size, "]");
+}
+
+void check_size(int64_t size, const char* what) {
+  TORCH_CHECK_VALUE(size < kMaxSeqlen, what, ": got ", size, "; accepted is less than 2^30");
+}
+
+void check_q_dtype(const at::Tensor& q) {
+  const bool half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
+  const bool single_or_double = q.scalar_type() == at::kFloat || q.scalar_type() == at::kDouble;
+  TORCH_CHECK_TYPE(half || (single_or_double && !q.is_cuda()), "q: got dtype ", q.scalar_type(),
+                   " on ", q.device(),
+                   "; accepted are float16 and bfloat16, and on the CPU float32 and float64");
+}
+
+void check_dtype(const Argument& argument, const at::Tensor& q) {
+  TORCH_CHECK_TYPE(argument.tensor->scalar_type() == q.scalar_type(), argument.name, ": got dtype ",
+                   argument.tensor->scalar_type(), "; accepted is the dtype of q, ",
+                   q.scalar_type());
 }
 
 void check_scalars(const Options& options) {
@@ -141,46 +161,21 @@ void check_sink(const at::Tensor& q, const OptionalTensor& sink, int64_t num_hea
                     sink->sizes(), "; accepted is [", num_heads, "]");
 }
 
-int64_t check_varlen(const at::Tensor& q, const at::Tensor& k, const Options& options) {
-  TORCH_CHECK_VALUE(options.cu_seqlens_q->dim() == 1 && options.cu_seqlens_q->size(0) >= 1,
-                    "cu_seqlens_q: got shape ", options.cu_seqlens_q->sizes(),
-                    "; accepted is [batch + 1]");
-  const int64_t batch = options.cu_seqlens_q->size(0) - 1;
-  check_int32_vector(options.cu_seqlens_q, "cu_seqlens_q", batch + 1);
-  check_int32_vector(options.cu_seqlens_k, "cu_seqlens_k", batch + 1);
-  TORCH_CHECK_VALUE(options.max_seqlen_q.has_value() && options.max_seqlen_k.has_value(),
-                    "max_seqlen_q, max_seqlen_k: got None; accepted are integers from 0");
-  const int64_t max_seqlen_q = options.max_seqlen_q->expect_int();
-  const int64_t max_seqlen_k = options.max_seqlen_k->expect_int();
-  TORCH_CHECK_VALUE(max_seqlen_q >= 0, "max_seqlen_q: got ", max_seqlen_q,
+int64_t check_packing(const OptionalTensor& cu_seqlens, const char* argument,
+                      const std::optional<c10::SymInt>& max_seqlen, const char* max_argument,
+                      int64_t total) {
+  TORCH_CHECK_VALUE(cu_seqlens->dim() == 1 && cu_seqlens->size(0) >= 1, argument, ": got shape ",
+                    cu_seqlens->sizes(), "; accepted is [batch + 1]");
+  const int64_t batch = cu_seqlens->size(0) - 1;
+  check_int32_vector(cu_seqlens, argument, batch + 1);
+  TORCH_CHECK_VALUE(max_seqlen.has_value(), max_argument,
+                    ": got None; accepted are integers from 0");
+  const int64_t longest = max_seqlen->expect_int();
+  TORCH_CHECK_VALUE(longest >= 0, max_argument, ": got ", longest,
                     "; accepted are integers from 0");
-  TORCH_CHECK_VALUE(max_seqlen_k >= 0, "max_seqlen_k: got ", max_seqlen_k,
-                    "; accepted are integers from 0");
-  check_size(max_seqlen_q, "max_seqlen_q");
-  check_size(max_seqlen_k, "max_seqlen_k");
-  check_cu_seqlens_values(*options.cu_seqlens_q, "cu_seqlens_q", q.size(0), max_seqlen_q,
-                          "max_seqlen_q");
-  check_cu_seqlens_values(*options.cu_seqlens_k, "cu_seqlens_k", k.size(0), max_seqlen_k,
-                          "max_seqlen_k");
+  check_size(longest, max_argument);
+  check_cu_seqlens_values(*cu_seqlens, argument, total, longest, max_argument);
   return batch;
-}
-
-bool is_aligned_for_gpu(const at::Tensor& tensor) {
-  const int64_t elements = 16 / tensor.element_size();
-  for (int64_t d = 0; d + 1 < tensor.dim(); ++d) {
-    if (tensor.size(d) > 1 && tensor.stride(d) % elements != 0) return false;
-  }
-  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
-}
-
-int window_side(int64_t side) {
-  return side < 0 || side >= kMaxSeqlen ? -1 : static_cast<int>(side);
-}
-
-}  // namespace
-
-at::ScalarType accumulate_type(at::ScalarType dtype) {
-  return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 void check_without_sizes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -193,7 +188,9 @@ void check_without_sizes(const at::Tensor& q, const at::Tensor& k, const at::Ten
                                {"seqused_k", options.seqused_k},
                                {"alibi_slopes", options.alibi_slopes},
                                {"sink", options.sink}});
-  check_dtypes(q, k, v);
+  check_dtype({"k", k}, q);
+  check_dtype({"v", v}, q);
+  check_q_dtype(q);
   check_scalars(options);
 }
 
@@ -232,7 +229,11 @@ Shape check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   Shape shape{q.size(0),  rows_q,     rows_k,     rows_q,    rows_k,
               q.size(-2), k.size(-2), q.size(-1), v.size(-1)};
   if (options.is_varlen()) {
-    shape.batch = check_varlen(q, k, options);
+    shape.batch = check_packing(options.cu_seqlens_q, "cu_seqlens_q", options.max_seqlen_q,
+                                "max_seqlen_q", rows_q);
+    check_int32_vector(options.cu_seqlens_k, "cu_seqlens_k", shape.batch + 1);
+    check_packing(options.cu_seqlens_k, "cu_seqlens_k", options.max_seqlen_k, "max_seqlen_k",
+                  rows_k);
     shape.seqlen_q = options.max_seqlen_q->expect_int();
     shape.seqlen_k = options.max_seqlen_k->expect_int();
   }

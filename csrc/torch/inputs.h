@@ -41,7 +41,21 @@ void check_without_sizes(const at::Tensor& q, const at::Tensor& k, const at::Ten
 Shape check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                    const Options& options);
 
+// Parts of check_inputs, for operators whose keys and values come otherwise.
+void check_q_dtype(const at::Tensor& q);
+void check_dtype(const Argument& argument, const at::Tensor& q);
+void check_scalars(const Options& options);
+void check_size(int64_t size, const char* what);
+void check_int32_vector(const std::optional<at::Tensor>& tensor, const char* argument,
+                        int64_t size);
 void check_head_dim_v(int64_t head_dim, int64_t head_dim_v);
+void check_alibi_slopes(const at::Tensor& q, const std::optional<at::Tensor>& slopes, int64_t batch,
+                        int64_t num_heads);
+void check_sink(const at::Tensor& q, const std::optional<at::Tensor>& sink, int64_t num_heads);
+// Checks cu_seqlens and max_seqlen, and returns the number of sequences. `total` is that of rows.
+int64_t check_packing(const std::optional<at::Tensor>& cu_seqlens, const char* argument,
+                      const std::optional<c10::SymInt>& max_seqlen, const char* max_argument,
+                      int64_t total);
 
 // Those of q, but for head_dim, which is that of v.
 at::DimVector sizes_of_out(const at::Tensor& q, const at::Tensor& v);

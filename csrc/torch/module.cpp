@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "torch/backend.h"
+#include "torch/decode_options.h"
 #include "torch/options.h"
 
 TORCH_LIBRARY(neginf, m) {
@@ -13,6 +14,15 @@ TORCH_LIBRARY(neginf, m) {
   m.def(
       "backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
       "lse, " NEGINF_OPTIONS_SCHEMA ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)");
+  m.def("decode(Tensor q, Tensor k_cache, Tensor v_cache, " NEGINF_DECODE_SCHEMA
+        ") -> (Tensor out, Tensor lse)");
+  m.def("decode_out(Tensor q, Tensor k_cache, Tensor v_cache, " NEGINF_DECODE_SCHEMA
+        ", Tensor(a!) out) -> Tensor lse");
+  m.def(
+      "append(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+      "Tensor cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx, Tensor? cu_seqlens_q, "
+      "Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? rotary_seqlens, "
+      "bool rotary_interleaved, bool advances_q) -> (Tensor rotated_q, Tensor seqlens)");
   m.def(
       "combine(Tensor out_partial, Tensor lse_partial, ScalarType? out_dtype) "
       "-> (Tensor out, Tensor lse)");

@@ -9,6 +9,7 @@ from neginf.cascade import (
     chunked_attention,
     shared_prefix_attention,
 )
+from neginf.kvcache import flash_attn_with_kvcache
 from neginf.merge import (
     apply_sink,
     flash_attn_combine,
@@ -31,6 +32,7 @@ __all__ = [
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "merge_state",
     "merge_state_in_place",
     "merge_states",

@@ -9,6 +9,9 @@ import torch
 
 from neginf._C import build_info
 
+append = torch.ops.neginf.append.default
+decode = torch.ops.neginf.decode.default
+decode_out = torch.ops.neginf.decode_out.default
 forward = torch.ops.neginf.forward.default
 backward = torch.ops.neginf.backward.default
 combine = torch.ops.neginf.combine.default
@@ -16,10 +19,13 @@ combine_out = torch.ops.neginf.combine_out.default
 merge = torch.ops.neginf.merge.default
 
 __all__ = [
+    "append",
     "backward",
     "build_info",
     "combine",
     "combine_out",
+    "decode",
+    "decode_out",
     "forward",
     "merge",
 ]

@@ -1,0 +1,628 @@
+// Attention of few query rows over a long cache, with mma.sync and cp.async. Reading K and V takes
+// all the time there is, so that this kernel serves every GPU from sm80 on.
+//
+// A tile has kRows query rows of one sequence: all heads that share a key head, for as many
+// positions as fit. decode_plan.h says which keys a CTA attends to, one segment after the other.
+// Inside it the warps share out the keys and not the rows: each has a softmax of its own over every
+// kWarps-th slice of kKeys keys, loads its slices itself and waits for nobody.
+//
+//   global     K, V  (row by row, as pages go)                        out, lse or a slot
+//              | cp.async, kStages - 1 slices ahead                            ^
+//   shared     ring[warp][stage]                          states of the warps -'
+//              | ldmatrix                                    ^
+//   registers  S = Q K^T -> mask -> softmax -> O += P V -----'   Q: there from the start
+//
+// A row's bits depend on its own keys only: not on other rows of the tile, nor on other sequences
+// unless these move the ends of segments.
+#pragma once
+
+#include <cute/tensor.hpp>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "../common/cuda_check.h"
+#include "../common/decode_combine.h"
+#include "../common/decode_plan.h"
+#include "../common/dependent_launch.cuh"
+#include "../common/shared_memory.h"
+#include "../common/softmax.h"
+#include "../kernels.h"
+#include "decode_tile_sizes.h"
+#include "shared_tile.cuh"
+#include "tiles.cuh"
+
+namespace neginf::sm80 {
+
+using namespace cute;
+
+// ------------------------------------------------------------------------------------------- work
+
+// In shared memory, as the accumulators need the registers.
+struct DecodeWork : ForwardWork {
+  CachedSequence cached;
+  Range blocks;
+  Range visible;  // keys that some row sees
+  Range common;   // keys that every row sees
+
+  static __device__ __forceinline__ DecodeWork of(const DecodeParams<float>& params,
+                                                  const DecodeGrid& grid,
+                                                  const DecodeSegment& segment) {
+    const RowTile tile{segment.sequence, segment.queries, segment.first_row};
+    const auto [head, heads, head_k] = HeadTile::of(grid.tiles, segment.head_tile);
+    const Mask mask = mask_of(params.problem, segment.queries, segment.cached.keys);
+    const Range rows = tile.rows(grid.tiles.packing.positions);
+    return {{tile,
+             grid.tiles.packing,
+             head,
+             heads,
+             head_k,
+             segment.split,
+             segment.cached.keys,
+             mask,
+             {}},
+            segment.cached,
+            segment.blocks,
+            mask.keys_of_rows(rows),
+            mask.keys_common_to_rows(rows)};
+  }
+};
+
+// ------------------------------------------------------------------------------------------ traits
+
+template <typename Element_, typename Tile_, int kRows_>
+struct DecodeTraits {
+  using Element = Element_;
+  using Tile = Tile_;
+  static constexpr DType kDType =
+      std::is_same_v<Element, half_t> ? DType::float16 : DType::bfloat16;
+  static constexpr int kHeadDim = Tile::kHeadDim;
+  static constexpr int kRows = kRows_;
+  static constexpr bool kSharesQueries = kRows > 16;
+  static constexpr int kKeys = Tile::kKeys;
+  static constexpr int kStages = kSharesQueries ? Tile::kStagesBesideQueries : Tile::kStages;
+  static constexpr int kWarps = Tile::kWarps;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kBlockN = Tile::kBlockN;
+  static constexpr int kM = kRows / 16;
+  static constexpr int kRowsPerThread = 2 * kM;
+
+  using MmaAtom = std::conditional_t<std::is_same_v<Element, half_t>, SM80_16x8x16_F32F16F16F32_TN,
+                                     SM80_16x8x16_F32BF16BF16F32_TN>;
+  using WarpMma =
+      decltype(make_tiled_mma(MmaAtom{}, Layout<Shape<_1, _1, _1>>{}, cute::Tile<_16, _16, _16>{}));
+  using ScoreTile = Shape<Int<kRows>, Int<kKeys>>;
+  using OutputTile = Shape<Int<kRows>, Int<kHeadDim>>;
+  using SharedKeys = SharedTile<kKeys, kHeadDim>;
+  using SharedQueries = SharedTile<kRows, kHeadDim>;
+
+  struct Slice {
+    alignas(128) Element k[kKeys * kHeadDim];
+    alignas(128) Element v[kKeys * kHeadDim];
+  };
+  // 8 columns more, so that the rows of a quad column meet different banks.
+  static constexpr int kOutputStride = kHeadDim + 8;
+  struct SharedStorage {
+    union Room {
+      Slice ring[kStages];
+      float output[kRows * kOutputStride];  // once the keys of a segment are done
+    } of_warp[kWarps];
+    alignas(128) Element q[kSharesQueries ? kRows * kHeadDim : 8];
+    unsigned keys_of_slice[kWarps][kStages];  // a bit for each key that exists
+    float row_max[kWarps][kRows];
+    float row_sum[kWarps][kRows];
+    bool has_work;
+    DecodeSegment segment;
+    DecodeWork work;
+  };
+  static_assert(sizeof(SharedStorage) * Tile::kBlocksPerSm <= Tile::kSharedBytes);
+};
+
+// ------------------------------------------------------------------------------------------ loader
+
+// A warp's loads of its slices of a segment, in order.
+template <typename Traits>
+class SliceLoader {
+  using Element = typename Traits::Element;
+  using SharedKeys = typename Traits::SharedKeys;
+  static constexpr int kKeys = Traits::kKeys;
+  static constexpr int kRowsPerPass = 32 / SharedKeys::kChunks;
+
+ public:
+  __device__ __forceinline__ SliceLoader(const DecodeParams<float>& params,
+                                         typename Traits::SharedStorage& shared, int warp)
+      : params_(params), shared_(shared), work_(shared.work), warp_(warp) {}
+
+  // The entry of a slice, long before it is issued.
+  __device__ __forceinline__ void look_up(int first_key) {
+    if (first_key < work_.visible.end && is_in_one_entry()) {
+      entry_ = work_.cached.entry_of(params_.cache, slot_of(first_key));
+    }
+  }
+
+  // The slice that was looked up, if the segment has it, and looks up the next one.
+  __device__ __forceinline__ void issue(int first_key, int stage) {
+    if (first_key < work_.blocks.end * Traits::kBlockN) {
+      const Slice& slice = shared_.of_warp[warp_].ring[stage];
+      unsigned& keys_of_slice = shared_.keys_of_slice[warp_][stage];
+      if (is_in_one_entry()) {
+        issue_from_entry(first_key, slice, keys_of_slice);
+      } else {
+        issue_row_by_row(first_key, slice, keys_of_slice);
+      }
+      look_up(first_key + Traits::kBlockN);
+    }
+    cp_async_fence();
+  }
+
+ private:
+  using Slice = typename Traits::Slice;
+
+  __device__ __forceinline__ int slot_of(int key) const {
+    return static_cast<int>(work_.keys.first_row) + key;
+  }
+
+  // Whether no slice crosses the end of a page.
+  __device__ __forceinline__ bool is_in_one_entry() const {
+    const KeyCache& cache = params_.cache;
+    return cache.page_table == nullptr ||
+           (cache.entry_rows % kKeys == 0 && work_.keys.first_row % kKeys == 0);
+  }
+
+  // What a lane loads in each pass over the rows of a slice.
+  struct Mine {
+    int row;
+    int chunk;
+
+    __device__ __forceinline__ Mine() {
+      const int lane = thread_index_again() % 32;
+      row = lane / SharedKeys::kChunks;
+      chunk = lane % SharedKeys::kChunks;
+    }
+  };
+
+  __device__ __forceinline__ void issue_from_entry(int first_key, const Slice& slice,
+                                                   unsigned& keys_of_slice) {
+    const CacheRow first = CachedSequence::row_of(params_.cache, entry_, slot_of(first_key));
+    const Range& visible = work_.visible;
+    const Range wanted =
+        first.exists ? intersect({0, kKeys}, {visible.begin - first_key, visible.end - first_key})
+                     : Range{0, 0};
+    if (thread_index() % 32 == 0) keys_of_slice = bits(wanted.end) & ~bits(wanted.begin);
+    const Mine mine;
+    const auto load = [&](const Element* to, const void* from, const Strides& strides,
+                          int head_dim) {
+      const char* at = source(from, strides, first.entry, first.row + mine.row, mine);
+      const int64_t pass = kRowsPerPass * 2 * strides.row;
+      CUTE_UNROLL
+      for (int r = 0; r < kKeys; r += kRowsPerPass, at += pass) {
+        load_row(to, at, r, mine, wanted.contains(r + mine.row), head_dim);
+      }
+    };
+    load(slice.k, params_.k, params_.k_strides, params_.problem.head_dim);
+    load(slice.v, params_.v, params_.v_strides, params_.problem.head_dim_v);
+  }
+
+  __device__ __forceinline__ void issue_row_by_row(int first_key, const Slice& slice,
+                                                   unsigned& keys_of_slice) {
+    const Mine mine;
+    unsigned keys = 0;
+    CUTE_NO_UNROLL
+    for (int r = 0; r < kKeys; r += kRowsPerPass) {
+      const int key = first_key + r + mine.row;
+      const bool visible = work_.visible.contains(key);
+      const CacheRow at = visible ? work_.cached.row(params_.cache, key) : CacheRow{false, 0, 0};
+      keys |= static_cast<unsigned>(at.exists) << (r + mine.row);
+      load_row(slice.k, source(params_.k, params_.k_strides, at.entry, at.row, mine), r, mine,
+               at.exists, params_.problem.head_dim);
+      load_row(slice.v, source(params_.v, params_.v_strides, at.entry, at.row, mine), r, mine,
+               at.exists, params_.problem.head_dim_v);
+    }
+    keys = __reduce_or_sync(0xffffffffu, keys);
+    if (thread_index() % 32 == 0) keys_of_slice = keys;
+  }
+
+  __device__ __forceinline__ const char* source(const void* from, const Strides& strides, int entry,
+                                                int row, const Mine& mine) const {
+    return static_cast<const char*>(from) +
+           2 * (entry * strides.batch + row * strides.row + work_.head_k * strides.head) +
+           mine.chunk * 16;
+  }
+
+  // A lane's chunks of row r + mine.row of the slice.
+  __device__ __forceinline__ void load_row(const Element* to, const char* from, int r,
+                                           const Mine& mine, bool wanted, int head_dim) const {
+    const uint32_t address =
+        cast_smem_ptr_to_uint(to) + SharedKeys::offset(r + mine.row, mine.chunk);
+    CUTE_UNROLL
+    for (int b = 0; b < SharedKeys::kBlocks; ++b) {
+      cp_async_16(address + b * SharedKeys::kBlockBytes, from + b * SharedKeys::kRowBytes,
+                  wanted && mine.chunk * 8 + b * SharedKeys::kWidth < head_dim);
+    }
+  }
+
+  // The lowest `count` ones.
+  static __device__ __forceinline__ unsigned bits(int count) {
+    return count == 32 ? 0xffffffffu : (1u << count) - 1;
+  }
+
+  const DecodeParams<float>& params_;
+  typename Traits::SharedStorage& shared_;
+  const DecodeWork& work_;
+  int warp_;
+  int entry_ = -1;
+};
+
+// ---------------------------------------------------------------------------------------- mainloop
+
+// The rows of Q as A operands, in registers as long as there are few.
+template <typename Traits>
+class QueryOperand {
+  static constexpr int kHeadDim = Traits::kHeadDim;
+
+ public:
+  __device__ __forceinline__ QueryOperand(const DecodeParams<float>& params,
+                                          const DecodeWork& work) {
+    const int lane = thread_index() % 32;
+    CUTE_UNROLL
+    for (int m = 0; m < Traits::kM; ++m) {
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const DecodeWork::Row row = work.row(16 * m + 8 * half + lane / 4);
+        const bool exists = row.exists && row.position < work.tile.sequence.length;
+        const uint32_t* from = reinterpret_cast<const uint32_t*>(
+            static_cast<const char*>(params.q) + 2 * work.offset(row, params.q_strides));
+        CUTE_UNROLL
+        for (int k = 0; k < kHeadDim / 16; ++k) {
+          CUTE_UNROLL
+          for (int upper = 0; upper < 2; ++upper) {
+            const int column = 16 * k + 8 * upper + 2 * (lane % 4);
+            at_[k][m][half + 2 * upper] =
+                exists && column < params.problem.head_dim ? from[column / 2] : 0u;
+          }
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void begin_slice() {}
+  __device__ __forceinline__ void operator()(int m, int k, uint32_t (&a)[4]) const {
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) a[i] = at_[k][m][i];
+  }
+
+ private:
+  uint32_t at_[kHeadDim / 16][Traits::kM][4];
+};
+
+template <typename Traits>
+class SharedQueryOperand {
+  using SharedQueries = typename Traits::SharedQueries;
+  using Operand = OperandA<SharedQueries, 1>;
+
+ public:
+  // By all threads of the CTA.
+  __device__ __forceinline__ SharedQueryOperand(const DecodeParams<float>& params,
+                                                const DecodeWork& work,
+                                                typename Traits::Element* buffer)
+      : address_(cast_smem_ptr_to_uint(buffer) + Operand::begin(thread_index() % 32, 0)) {
+    constexpr int kChunks = Traits::kHeadDim / 8;
+    for (int i = thread_index(); i < Traits::kRows * kChunks; i += Traits::kThreads) {
+      const DecodeWork::Row row = work.row(i / kChunks);
+      const bool exists = row.exists && row.position < work.tile.sequence.length;
+      const int chunk = i % kChunks;
+      const char* from =
+          static_cast<const char*>(params.q) + 2 * work.offset(row, params.q_strides) + chunk * 16;
+      cp_async_16(cast_smem_ptr_to_uint(buffer) +
+                      SharedQueries::move(SharedQueries::offset(i / kChunks, 0), 0, chunk),
+                  from, exists && chunk * 8 < params.problem.head_dim);
+    }
+    cp_async_fence();
+    cp_async_wait<0>();
+    __syncthreads();
+  }
+  // Addresses are made again for every slice, as there is no register to keep them.
+  __device__ __forceinline__ void begin_slice() { forget(address_); }
+  __device__ __forceinline__ void operator()(int m, int k, uint32_t (&a)[4]) const {
+    ldmatrix(a, Operand::at(address_, m, k));
+  }
+
+ private:
+  uint32_t address_;
+};
+
+template <typename Traits>
+__device__ __forceinline__ auto query_operand(const DecodeParams<float>& params,
+                                              const DecodeWork& work,
+                                              typename Traits::SharedStorage& shared) {
+  if constexpr (Traits::kSharesQueries) {
+    return SharedQueryOperand<Traits>(params, work, shared.q);
+  } else {
+    return QueryOperand<Traits>(params, work);
+  }
+}
+
+template <typename Traits, class Output, class Softmax>
+__device__ __forceinline__ void attend(const DecodeParams<float>& params, const DecodeWork& work,
+                                       const ScoreModifiers& modifiers,
+                                       const float (&slopes)[Traits::kRowsPerThread], int warp,
+                                       typename Traits::SharedStorage& shared, Output& tOrO,
+                                       Softmax& softmax) {
+  using Element = typename Traits::Element;
+  using SharedKeys = typename Traits::SharedKeys;
+  using OperandK = OperandB<SharedKeys, 1>;
+  using OperandV = TransposedOperandB<SharedKeys, 1>;
+  constexpr int kKeys = Traits::kKeys;
+  constexpr int kStages = Traits::kStages;
+  constexpr int kHeadDim = Traits::kHeadDim;
+
+  const int begin = work.blocks.begin * Traits::kBlockN + warp * kKeys;
+  const int end = work.blocks.end * Traits::kBlockN;
+  SliceLoader<Traits> loader(params, shared, warp);
+  loader.look_up(begin);
+  auto queries = query_operand<Traits>(params, work, shared);
+
+  typename Traits::WarpMma mma;
+  Tensor output = make_tensor(tOrO.data(), rows_and_columns(tOrO.layout()));
+  const int lane = thread_index() % 32;
+  constexpr int kAhead = (kStages - 1) * Traits::kBlockN;
+  int stage = 1;
+  CUTE_NO_UNROLL
+  for (int first_key = begin - kAhead; first_key < end; first_key += Traits::kBlockN) {
+    cp_async_wait<kStages - 2>();
+    __syncwarp();
+    loader.issue(first_key + kAhead, stage == 0 ? kStages - 1 : stage - 1);
+    if (first_key < begin) {
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+      continue;
+    }
+    const typename Traits::Slice& slice = shared.of_warp[warp].ring[stage];
+    const uint32_t k_address = cast_smem_ptr_to_uint(slice.k) + OperandK::begin(lane, 0);
+    const uint32_t v_address = cast_smem_ptr_to_uint(slice.v) + OperandV::begin(lane, 0);
+    const unsigned keys = shared.keys_of_slice[warp][stage];
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+
+    Tensor tSrS = partition_fragment_C(mma, typename Traits::ScoreTile{});
+    clear(tSrS);
+    queries.begin_slice();
+    multiply_stepwise<kHeadDim / 16, kKeys / 16, Traits::kM>(
+        mma, tSrS, queries,
+        [&](int n, int k, uint32_t (&b)[4]) { ldmatrix(b, OperandK::at(k_address, n, k)); });
+
+    Tensor scores = make_tensor(tSrS.data(), rows_and_columns(tSrS.layout()));
+    Tensor tScS =
+        mma.get_slice(lane).partition_C(make_identity_tensor(typename Traits::ScoreTile{}));
+    Tensor coordinates = make_tensor(tScS.data(), rows_and_columns(tScS.layout()));
+    const auto row_of = [&](int r) {
+      return work.tile.first_row + work.packing.position_of(get<0>(coordinates(r, 0)));
+    };
+    const auto key_of = [&](int c) { return first_key + get<1>(coordinates(0, c)); };
+    if (modifiers.has_softcap) modifiers.apply_softcap(scores);
+    if (modifiers.has_alibi) {
+      modifiers.apply_alibi(scores, [&](int r) { return slopes[r]; }, work.mask, row_of, key_of);
+    }
+    if (!(work.common.begin <= first_key && first_key + kKeys <= work.common.end)) {
+      apply_mask(scores, work.mask, row_of, key_of);
+    }
+    if (keys != (kKeys == 32 ? 0xffffffffu : (1u << kKeys) - 1)) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        if (keys >> get<1>(coordinates(0, c)) & 1) continue;
+        CUTE_UNROLL
+        for (int r = 0; r < size<0>(scores); ++r) scores(r, c) = masked_score<float>();
+      }
+    }
+    softmax.raise_each_maximum(softmax.maxima(scores),
+                               [&](int r, float factor) { multiply_row(output, r, factor); });
+    softmax.exponentiate(scores);
+
+    Tensor tSrP = convert<Element>(tSrS);
+    Tensor tOrP = make_tensor(tSrP.data(), accumulator_as_operand(tSrP.layout()));
+    Tensor operand = recast<uint32_t>(tOrP);  // (4, M, K)
+    multiply_stepwise<kKeys / 16, kHeadDim / 16, Traits::kM>(
+        mma, tOrO,
+        [&](int m, int k, uint32_t (&a)[4]) {
+          CUTE_UNROLL
+          for (int i = 0; i < 4; ++i) a[i] = operand(i, m, k);
+        },
+        [&](int n, int k, uint32_t (&b)[4]) {
+          ldmatrix_transposed(b, OperandV::at(v_address, n, k));
+        });
+  }
+  // What follows writes where the slices were.
+  cp_async_wait<0>();
+  __syncwarp();
+}
+
+// ---------------------------------------------------------------------------------------- epilogue
+
+// The softmax of a row over all warps.
+template <typename Traits>
+struct MergedRow {
+  float factor[Traits::kWarps];  // what a warp's O is worth
+  Finalized<float> finalized;
+
+  __device__ __forceinline__ MergedRow(const typename Traits::SharedStorage& shared, int row,
+                                       bool in_use, float scale)
+      : finalized{Lse::empty(), 0.f, false} {
+    float maximum = masked_score<float>();
+    CUTE_UNROLL
+    for (int w = 0; w < Traits::kWarps; ++w) {
+      maximum = running_max(maximum, shared.row_max[w][row]);
+    }
+    float sum = 0.f;
+    CUTE_UNROLL
+    for (int w = 0; w < Traits::kWarps; ++w) {
+      factor[w] = exp2_approx((shared.row_max[w][row] - softmax_shift(maximum)) * (scale * kLog2e));
+      sum += shared.row_sum[w][row] * factor[w];
+    }
+    finalized = finalize(maximum, in_use ? sum : 0.f, scale);
+  }
+};
+
+template <typename Traits, class Accumulator, class Softmax>
+__device__ __forceinline__ void write(const DecodeParams<float>& params, const DecodeSlots& slots,
+                                      const DecodeSegment& segment, const DecodeWork& work,
+                                      float scale, int warp, const Softmax& softmax,
+                                      const Accumulator& tOrO,
+                                      typename Traits::SharedStorage& shared) {
+  using Element = typename Traits::Element;
+  constexpr int kStride = Traits::kOutputStride;
+  typename Traits::WarpMma mma;
+  const int lane = thread_index() % 32;
+  Tensor output = make_tensor(tOrO.data(), rows_and_columns(tOrO.layout()));
+  Tensor tOcO =
+      mma.get_slice(lane).partition_C(make_identity_tensor(typename Traits::OutputTile{}));
+  Tensor coordinates = make_tensor(tOcO.data(), rows_and_columns(tOcO.layout()));
+  const Sequence& sequence = work.tile.sequence;
+  const int positions = min(work.packing.positions, sequence.rows - work.tile.first_row);
+  const int used_rows = positions * work.packing.heads;
+
+  float* to = shared.of_warp[warp].output;
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(output); ++r) {
+    const float sum = softmax.row_sum(r);
+    const int row = get<0>(coordinates(r, 0));
+    if (row >= used_rows) continue;
+    if (lane % 4 == 0) {
+      shared.row_max[warp][row] = softmax.row_max(r);
+      shared.row_sum[warp][row] = sum;
+    }
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(output); c += 2) {
+      *reinterpret_cast<float2*>(to + row * kStride + get<1>(coordinates(r, c))) =
+          make_float2(output(r, c), output(r, c + 1));
+    }
+  }
+  __syncthreads();
+
+  const bool is_shared = segment.splits.count > 1;
+  const int slot = segment.splits.slot(segment.split);
+  constexpr int kVectors = Traits::kHeadDim / 4;
+  CUTE_NO_UNROLL
+  for (int i = thread_index(); i < used_rows * kVectors; i += Traits::kThreads) {
+    const int p = i / kVectors;
+    const int column = i % kVectors * 4;
+    const DecodeWork::Row row = work.row(p);
+    if (!row.exists) continue;
+    MergedRow<Traits> merged(shared, p, row.position < sequence.length, scale);
+    Finalized<float>& end = merged.finalized;
+    // Of the splits of a tile, the first holds the sink.
+    if (params.problem.sink != nullptr && segment.split == 0 && row.position < sequence.length) {
+      end = merge_sink(end, params.problem.sink[row.head]);
+    }
+    if (column == 0) {
+      Lse& lse =
+          is_shared
+              ? slots.lse_of(slot)[p]
+              : params.lse[work.tile.index * params.lse_strides.batch +
+                           row.head * params.lse_strides.head + sequence.first_row + row.position];
+      lse = end.lse;
+    }
+    if (column >= params.problem.head_dim_v) continue;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    CUTE_UNROLL
+    for (int w = 0; w < Traits::kWarps; ++w) {
+      const auto part =
+          *reinterpret_cast<const float4*>(shared.of_warp[w].output + p * kStride + column);
+      sum.x += part.x * merged.factor[w];
+      sum.y += part.y * merged.factor[w];
+      sum.z += part.z * merged.factor[w];
+      sum.w += part.w * merged.factor[w];
+    }
+    sum = make_float4(end.output(sum.x), end.output(sum.y), end.output(sum.z), end.output(sum.w));
+    if (is_shared) {
+      *reinterpret_cast<float4*>(slots.out_of(slot) + p * params.problem.head_dim_v + column) = sum;
+    } else {
+      *reinterpret_cast<uint2*>(static_cast<Element*>(params.out) +
+                                work.offset(row, params.out_strides) + column) =
+          make_uint2(pack<Element>(sum.x, sum.y), pack<Element>(sum.z, sum.w));
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------ kernel
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
+    decode_kernel(const __grid_constant__ DecodeParams<float> params,
+                  const __grid_constant__ DecodeGrid grid,
+                  const __grid_constant__ DecodeSlots slots) {
+  extern __shared__ __align__(128) char shared_memory[];
+  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(shared_memory);
+  allow_dependent_launch();
+  const int warp = thread_index() / 32;
+  DecodePlan plan(params, grid);
+  plan.begin(static_cast<int>(blockIdx.x));
+
+  while (true) {
+    if (warp == 0) {
+      DecodeSegment segment;
+      const bool has_work = plan.next(segment);
+      if (thread_index() == 0) {
+        shared.has_work = has_work;
+        if (has_work) {
+          shared.segment = segment;
+          shared.work = DecodeWork::of(params, grid, segment);
+        }
+      }
+    }
+    __syncthreads();
+    if (!shared.has_work) return;
+    const DecodeWork& work = shared.work;
+    const auto modifiers = ScoreModifiers::of(params.problem, work.tile.index, work.head);
+    typename Traits::WarpMma mma;
+    float slopes[Traits::kRowsPerThread] = {};
+    if (modifiers.has_alibi) {
+      CUTE_UNROLL
+      for (int r = 0; r < Traits::kRowsPerThread; ++r) {
+        const DecodeWork::Row row = work.row(thread_index() % 32 / 4 + 8 * r);
+        slopes[r] =
+            row.exists
+                ? params.problem
+                      .alibi_slopes[work.tile.index * params.problem.alibi_batch_stride + row.head]
+                : 0.f;
+      }
+    }
+    Tensor tOrO = partition_fragment_C(mma, typename Traits::OutputTile{});
+    clear(tOrO);
+    OnlineSoftmax<Traits::kRowsPerThread> softmax(modifiers.scale);
+    attend<Traits>(params, work, modifiers, slopes, warp, shared, tOrO, softmax);
+    write<Traits>(params, slots, shared.segment, work, modifiers.scale, warp, softmax, tOrO,
+                  shared);
+    __syncthreads();
+  }
+}
+
+template <typename Traits>
+void launch_decode(const DecodeParams<float>& params) {
+  const DecodeGrid grid = decode_grid<typename Traits::Tile>(params, Traits::kRows);
+  if (grid.num_tiles() == 0) return;
+  if (grid.num_workers() > std::numeric_limits<int>::max()) {
+    throw std::runtime_error("neginf: decode: too many tiles x splits: " +
+                             std::to_string(grid.num_workers()));
+  }
+  const DecodeSlots slots = DecodeSlots::allocate(params, grid, Traits::kRows);
+  constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
+  allow_shared_memory<decode_kernel<Traits>>(kSharedBytes);
+  decode_kernel<Traits><<<static_cast<unsigned>(grid.num_workers()), Traits::kThreads, kSharedBytes,
+                          params.stream>>>(params, grid, slots);
+  cuda_check(cudaGetLastError(), "decode");
+  if (grid.may_split()) combine_decode(params, grid, slots, Traits::kDType);
+}
+
+// Pointers are aligned to 16 bytes, head_dim, head_dim_v and the strides of row, head and batch are
+// multiples of 8 elements; head_dim_v <= head_dim <= Tile::kHeadDim.
+template <typename Element, typename Tile>
+void run_decode(const DecodeParams<float>& params) {
+  const Problem<float>& problem = params.problem;
+  const int64_t rows = int64_t{problem.seqlen_q} * (problem.num_heads / problem.num_heads_k);
+  if constexpr (Tile::kMostRows > 16) {
+    if (rows > 16) return launch_decode<DecodeTraits<Element, Tile, Tile::kMostRows>>(params);
+  }
+  launch_decode<DecodeTraits<Element, Tile, 16>>(params);
+}
+
+template <typename Element, typename Tile>
+using RegisterDecode = RegisterKernel<DecodeParams<float>, run_decode<Element, Tile>>;
+
+}  // namespace neginf::sm80

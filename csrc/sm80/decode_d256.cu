@@ -1,0 +1,11 @@
+#include "decode.cuh"
+
+namespace neginf::sm80 {
+namespace {
+
+using Tile = DecodeTile<256>;
+const RegisterDecode<cutlass::bfloat16_t, Tile> bfloat16(Arch::sm80, DType::bfloat16, 256);
+const RegisterDecode<cutlass::half_t, Tile> float16(Arch::sm80, DType::float16, 256);
+
+}  // namespace
+}  // namespace neginf::sm80

@@ -1,0 +1,12 @@
+#include "../sm80/decode.cuh"
+#include "decode_tile_sizes.h"
+
+namespace neginf::sm90 {
+namespace {
+
+using Tile = DecodeTile<128>;
+const sm80::RegisterDecode<cutlass::bfloat16_t, Tile> bfloat16(Arch::sm90, DType::bfloat16, 128);
+const sm80::RegisterDecode<cutlass::half_t, Tile> float16(Arch::sm90, DType::float16, 128);
+
+}  // namespace
+}  // namespace neginf::sm90
