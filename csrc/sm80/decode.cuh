@@ -78,7 +78,8 @@ struct DecodeTraits {
       std::is_same_v<Element, half_t> ? DType::float16 : DType::bfloat16;
   static constexpr int kHeadDim = Tile::kHeadDim;
   static constexpr int kRows = kRows_;
-  static constexpr bool kSharesQueries = kRows > 16;
+  // In registers there is room for Q beside O only if both are small.
+  static constexpr bool kSharesQueries = kRows * kHeadDim > 16 * 128;
   static constexpr int kKeys = Tile::kKeys;
   static constexpr int kStages = kSharesQueries ? Tile::kStagesBesideQueries : Tile::kStages;
   static constexpr int kWarps = Tile::kWarps;
@@ -255,7 +256,7 @@ class SliceLoader {
 
 // ---------------------------------------------------------------------------------------- mainloop
 
-// The rows of Q as A operands, in registers as long as there are few.
+// The rows of Q as A operands, in registers.
 template <typename Traits>
 class QueryOperand {
   static constexpr int kHeadDim = Traits::kHeadDim;
@@ -495,47 +496,59 @@ __device__ __forceinline__ void write(const DecodeParams<float>& params, const D
   }
   __syncthreads();
 
+  // Lane i knows how row warp + i * kWarps ends.
+  static_assert(Traits::kRows / Traits::kWarps <= 32);
   const bool is_shared = segment.splits.count > 1;
   const int slot = segment.splits.slot(segment.split);
-  constexpr int kVectors = Traits::kHeadDim / 4;
+  const int my_row = warp + lane * Traits::kWarps;
+  const DecodeWork::Row my = work.row(my_row);
+  const bool in_use = my.exists && my.position < sequence.length;
+  MergedRow<Traits> merged(shared, min(my_row, used_rows - 1), in_use, scale);
+  Finalized<float>& my_end = merged.finalized;
+  // Of the splits of a tile, the first holds the sink.
+  if (params.problem.sink != nullptr && segment.split == 0 && in_use) {
+    my_end = merge_sink(my_end, params.problem.sink[my.head]);
+  }
+  if (my_row < used_rows && my.exists) {
+    Lse& lse =
+        is_shared
+            ? slots.lse_of(slot)[my_row]
+            : params.lse[work.tile.index * params.lse_strides.batch +
+                         my.head * params.lse_strides.head + sequence.first_row + my.position];
+    lse = my_end.lse;
+  }
+
   CUTE_NO_UNROLL
-  for (int i = thread_index(); i < used_rows * kVectors; i += Traits::kThreads) {
-    const int p = i / kVectors;
-    const int column = i % kVectors * 4;
-    const DecodeWork::Row row = work.row(p);
-    if (!row.exists) continue;
-    MergedRow<Traits> merged(shared, p, row.position < sequence.length, scale);
-    Finalized<float>& end = merged.finalized;
-    // Of the splits of a tile, the first holds the sink.
-    if (params.problem.sink != nullptr && segment.split == 0 && row.position < sequence.length) {
-      end = merge_sink(end, params.problem.sink[row.head]);
-    }
-    if (column == 0) {
-      Lse& lse =
-          is_shared
-              ? slots.lse_of(slot)[p]
-              : params.lse[work.tile.index * params.lse_strides.batch +
-                           row.head * params.lse_strides.head + sequence.first_row + row.position];
-      lse = end.lse;
-    }
-    if (column >= params.problem.head_dim_v) continue;
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int p = warp, i = 0; p < used_rows; p += Traits::kWarps, ++i) {
+    float factor[Traits::kWarps];
     CUTE_UNROLL
     for (int w = 0; w < Traits::kWarps; ++w) {
-      const auto part =
-          *reinterpret_cast<const float4*>(shared.of_warp[w].output + p * kStride + column);
-      sum.x += part.x * merged.factor[w];
-      sum.y += part.y * merged.factor[w];
-      sum.z += part.z * merged.factor[w];
-      sum.w += part.w * merged.factor[w];
+      factor[w] = __shfl_sync(0xffffffffu, merged.factor[w], i);
     }
-    sum = make_float4(end.output(sum.x), end.output(sum.y), end.output(sum.z), end.output(sum.w));
-    if (is_shared) {
-      *reinterpret_cast<float4*>(slots.out_of(slot) + p * params.problem.head_dim_v + column) = sum;
-    } else {
-      *reinterpret_cast<uint2*>(static_cast<Element*>(params.out) +
-                                work.offset(row, params.out_strides) + column) =
-          make_uint2(pack<Element>(sum.x, sum.y), pack<Element>(sum.z, sum.w));
+    const Finalized<float> end{Lse::empty(), __shfl_sync(0xffffffffu, my_end.scale, i),
+                               __shfl_sync(0xffffffffu, my_end.sees_keys, i) != 0};
+    const DecodeWork::Row row = work.row(p);
+    if (!row.exists) continue;
+    for (int column = 4 * lane; column < params.problem.head_dim_v; column += 4 * 32) {
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+      CUTE_UNROLL
+      for (int w = 0; w < Traits::kWarps; ++w) {
+        const auto part =
+            *reinterpret_cast<const float4*>(shared.of_warp[w].output + p * kStride + column);
+        sum.x += part.x * factor[w];
+        sum.y += part.y * factor[w];
+        sum.z += part.z * factor[w];
+        sum.w += part.w * factor[w];
+      }
+      sum = make_float4(end.output(sum.x), end.output(sum.y), end.output(sum.z), end.output(sum.w));
+      if (is_shared) {
+        *reinterpret_cast<float4*>(slots.out_of(slot) + p * params.problem.head_dim_v + column) =
+            sum;
+      } else {
+        *reinterpret_cast<uint2*>(static_cast<Element*>(params.out) +
+                                  work.offset(row, params.out_strides) + column) =
+            make_uint2(pack<Element>(sum.x, sum.y), pack<Element>(sum.z, sum.w));
+      }
     }
   }
 }

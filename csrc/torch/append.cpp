@@ -42,10 +42,10 @@ void check_devices(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
 }
 
 void check_rotary(const Tensor& cos, const Tensor& sin, int64_t head_dim) {
-  TORCH_CHECK_VALUE(cos.dim() == 2 && cos.size(0) >= 1 && 2 * cos.size(1) <= head_dim,
-                    "rotary_cos: got shape ", cos.sizes(),
-                    "; accepted is [positions, rotary_dim / 2] with a rotary_dim up to head_dim, ",
-                    head_dim);
+  TORCH_CHECK_VALUE(
+      cos.dim() == 2 && cos.size(0) >= 1 && cos.size(1) >= 1 && 2 * cos.size(1) <= head_dim,
+      "rotary_cos: got shape ", cos.sizes(),
+      "; accepted is [positions, rotary_dim / 2] with a rotary_dim from 2 to head_dim, ", head_dim);
   TORCH_CHECK_VALUE(sin.sizes() == cos.sizes(), "rotary_sin: got shape ", sin.sizes(),
                     "; accepted is that of rotary_cos, ", cos.sizes());
 }
@@ -169,6 +169,7 @@ std::tuple<Tensor, Tensor> append(NEGINF_APPEND_PARAMETERS) {
 }
 
 std::tuple<Tensor, Tensor> append_meta(NEGINF_APPEND_PARAMETERS) {
+  (void)rotary_interleaved, (void)advances_q;
   check_devices(q, k, v, cache_seqlens, cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin,
                 rotary_seqlens);
   check_cache_devices(q, k_cache, v_cache, {page_table, cache_batch_idx, std::nullopt});

@@ -117,8 +117,8 @@ def flash_attn_with_kvcache(
     _check_new(k, v, rotary_cos, rotary_sin, rotary_seqlens, cu_seqlens_k_new, cache_seqlens)
     if check_inputs:
         _check_values(
-            q, k_cache, k, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
-            rotary_cos, rotary_seqlens, cu_seqlens_k_new,
+            k_cache, k, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, rotary_cos,
+            rotary_seqlens, cu_seqlens_k_new,
         )  # fmt: skip
     if k is not None:
         advances = causal or window_left >= 0 or window_right >= 0
@@ -169,31 +169,30 @@ def _check_new(k, v, rotary_cos, rotary_sin, rotary_seqlens, cu_seqlens_k_new, c
 
 
 def _check_values(
-    q, k_cache, k, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, rotary_cos,
+    k_cache, k, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, rotary_cos,
     rotary_seqlens, cu_seqlens_k_new,
 ):  # fmt: skip
     """The numbers in tensors, with the entry that is wrong."""
     entries, entry_rows = k_cache.shape[:2]
     capacity = entry_rows if page_table is None else page_table.shape[1] * entry_rows
-    new = [0]
+    batch = _batch(cache_seqlens, cache_leftpad, cache_batch_idx, page_table)
     if cu_seqlens_k_new is not None:
         new = cu_seqlens_k_new.diff().tolist()
-    elif k is not None:
-        new = [k.shape[1]] * k.shape[0]
-    lengths = None if cache_seqlens is None else cache_seqlens.tolist()
-    for b, length in enumerate(lengths or ()):
-        added = new[b] if len(new) > 1 or k is not None else 0
-        if not 0 <= length <= capacity - added:
+    else:
+        new = [0 if k is None else k.shape[1]] * batch
+    before = [capacity] * batch if cache_seqlens is None else cache_seqlens.tolist()
+    for b, length in enumerate(before):
+        if not 0 <= length <= capacity - new[b]:
             raise ValueError(
-                f"cache_seqlens: got {length} at index {b}; accepted are 0 to {capacity - added}, "
-                "the slots of a sequence" + (f" less the {added} rows of k" if added else "")
+                f"cache_seqlens: got {length} at index {b}; accepted are 0 to {capacity - new[b]}, "
+                "the slots of a sequence" + (f" less the {new[b]} rows of k" if new[b] else "")
             )
-        lengths[b] = length + added
+    lengths = [length + added for length, added in zip(before, new, strict=True)]
     for b, pad in enumerate([] if cache_leftpad is None else cache_leftpad.tolist()):
-        most = capacity if lengths is None else lengths[b]
-        if not 0 <= pad <= most:
+        if not 0 <= pad <= lengths[b]:
             raise ValueError(
-                f"cache_leftpad: got {pad} at index {b}; accepted are 0 to the slots in use, {most}"
+                f"cache_leftpad: got {pad} at index {b}; accepted are 0 to the slots in use, "
+                f"{lengths[b]}"
             )
     for b, entry in enumerate([] if cache_batch_idx is None else cache_batch_idx.tolist()):
         if not 0 <= entry < entries:
@@ -201,20 +200,23 @@ def _check_values(
                 f"cache_batch_idx: got {entry} at index {b}; accepted are 0 to {entries - 1}"
             )
     for b, row in enumerate([] if page_table is None else page_table.tolist()):
-        used = capacity if lengths is None else lengths[b]
-        for column, page in enumerate(row[: -(-used // entry_rows)]):
+        for column, page in enumerate(row[: -(-lengths[b] // entry_rows)]):
             if not 0 <= page < entries:
                 raise ValueError(
-                    f"page_table: got {page} at index ({b}, {column}), which sequence {b} of {used} "
-                    f"slots uses; accepted are 0 to {entries - 1}"
+                    f"page_table: got {page} at index ({b}, {column}), in use by the {lengths[b]} "
+                    f"slots of sequence {b}; accepted are 0 to {entries - 1}"
                 )
     if rotary_cos is not None:
-        firsts = lengths if rotary_seqlens is None else rotary_seqlens.tolist()
-        name = "rotary_cos" if rotary_seqlens is None else "rotary_seqlens"
+        firsts = before if rotary_seqlens is None else rotary_seqlens.tolist()
         for b, first in enumerate(firsts):
-            end = first if rotary_seqlens is None else first + new[b]
-            if end > rotary_cos.shape[0] or first < 0:
+            if not 0 <= first <= rotary_cos.shape[0] - new[b]:
                 raise ValueError(
-                    f"{name}: sequence {b} gets positions up to {end - 1}; accepted are those of "
-                    f"rotary_cos, 0 to {rotary_cos.shape[0] - 1}"
+                    f"{'cache_seqlens' if rotary_seqlens is None else 'rotary_seqlens'}: got "
+                    f"{first} at index {b}; accepted are the positions of rotary_cos, 0 to "
+                    f"{rotary_cos.shape[0] - new[b]} for {new[b]} rows of k"
                 )
+
+
+def _batch(*tensors):
+    """Their first size: what is checked of their shapes, the operators check."""
+    return next((tensor.shape[0] for tensor in tensors if tensor is not None), 0)
