@@ -176,7 +176,9 @@ def test_names_of_other_libraries(target):
     judge.assert_bits_equal(got[0], expected[0], "block_table")
     with pytest.raises(ValueError, match="block_table: got a tensor together with page_table"):
         inputs.call(block_table=table, page_table=table)
-    inputs = CacheInputs(CacheProblem(lengths=(50, 50), lengths_q=(1,) * 2), target.dtype, "cpu")
+    inputs = CacheInputs(
+        CacheProblem(lengths=(50, 50), lengths_q=(1,) * 2), target.dtype, target.device
+    )
     expected = inputs.check()
     got = inputs.call(cache_seqlens=50)
     judge.assert_bits_equal(got[0], expected[0], "one length for all")

@@ -116,7 +116,7 @@ def test_bad_arguments(changes, error, name):
 
 def test_out_of_the_memory_of_q():
     q = zeros(2, 1, 4, 8)
-    with pytest.raises(ValueError, match="^out: got memory of q"):
+    with pytest.raises(ValueError, match=r"^out: got memory of q"):
         neginf.flash_attn_with_kvcache(**arguments(q=q, out=q))
 
 

@@ -80,8 +80,10 @@ bool is_aligned_for_gpu(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
 
-int window_side(int64_t side) {
-  return side < 0 || side >= kMaxSeqlen ? -1 : static_cast<int>(side);
+// A side that no row comes to the end of is as good as unbounded, and cheaper. `most` is what it
+// would have to leave out: keys on the left, rows on the right.
+int window_side(int64_t side, int64_t most) {
+  return side < 0 || side >= most ? -1 : static_cast<int>(side);
 }
 
 }  // namespace
@@ -305,8 +307,8 @@ void set_inputs(AttentionInputs<Real>& inputs, const Shape& shape, const Options
   problem.softmax_scale = static_cast<Real>(
       options.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(shape.head_dim))));
   problem.softcap = static_cast<Real>(options.softcap);
-  problem.window_left = window_side(options.window_left);
-  problem.window_right = options.causal ? 0 : window_side(options.window_right);
+  problem.window_left = window_side(options.window_left, shape.total_k);
+  problem.window_right = options.causal ? 0 : window_side(options.window_right, shape.total_q);
   problem.alibi_slopes = real_data(tensors.alibi_slopes);
   problem.alibi_batch_stride =
       tensors.alibi_slopes.has_value() && tensors.alibi_slopes->dim() == 2 ? shape.num_heads : 0;
