@@ -145,10 +145,10 @@ class CacheInputs:
         return table
 
     def place(self, b, slot):
-        """(entry, row) of a slot in the cache."""
+        """(entry, row) of a slot in the cache, or of several in a tensor."""
         if self.problem.page_size is None:
             return (b if self.problem.entries is None else self.problem.entries[b]), slot
-        return int(self.pages[b, slot // self.rows]), slot % self.rows
+        return self.pages[b, slot // self.rows], slot % self.rows
 
     def cache(self, of_sequences, width):
         shape = (self.num_entries, self.rows, self.problem.heads_k, width)
@@ -158,8 +158,8 @@ class CacheInputs:
             seen = torch.zeros(self.capacity, dtype=torch.bool)
             first, length = self.leftpad(b), self.problem.lengths[b]
             seen[first:length] = self.mask(b).any(0)
-            for slot in seen.nonzero().flatten().tolist():
-                cache[self.place(b, slot)] = rows[slot]
+            slots = seen.nonzero().flatten()
+            cache[self.place(b, slots)] = rows[slots]
         return cache
 
     def rows_of_q(self):

@@ -22,6 +22,7 @@ from rich.console import Console  # noqa: E402
 
 import attention  # noqa: E402
 import bench_combine  # noqa: E402
+import bench_decode  # noqa: E402
 import bench_ring  # noqa: E402
 
 NAN = float("nan")
@@ -227,10 +228,87 @@ def test_combine_traffic():
     assert bench_combine.dtype_pair("float16") == (torch.float16, torch.float16)
 
 
+def decode_cases(*arguments):
+    return bench_decode.cases_of(bench_decode.options_of("doc").parse_args(arguments))
+
+
+def test_decode_traffic():
+    """Every key and value once, however many heads and tokens look at it."""
+    one = bench_decode.Case(16, 32768)
+    assert one.traffic() == 2 * 16 * 32768 * 8 * 128 * 2
+    assert bench_decode.Case(16, 32768, heads=64, new_tokens=4, page_size=16).traffic() == (
+        one.traffic()
+    )
+    assert bench_decode.Case(16, 32768, heads_k=1, head_dim=64).traffic() == one.traffic() / 16
+
+
+def test_decode_cases():
+    assert decode_cases() == list(bench_decode.CASES)
+    assert {case.dtype for case in decode_cases("--dtype", "float16")} == {torch.float16}
+    cases = decode_cases("--heads", "64/8", "16", "--page-sizes", "0", "64", "--seqlens", "4096")
+    assert [(c.heads, c.heads_k, c.page_size) for c in cases] == [
+        (64, 8, 0), (64, 8, 64), (16, 16, 0), (16, 16, 64),
+    ]  # fmt: skip
+    assert {(c.batch, c.seqlen, c.head_dim, c.new_tokens) for c in cases} == {(16, 4096, 128, 1)}
+    assert bench_decode.heads_pair("32/8") == (32, 8)
+    for text in ("32/5", "8/32", "1/2/3", "0"):
+        with pytest.raises(ValueError):  # noqa: PT011, argparse says what it was
+            bench_decode.heads_pair(text)
+
+
+def test_decode_mixed_lengths_have_a_row_of_equal_ones():
+    mixed, equal = decode_cases("--mixed", "--batch", "32", "--seqlens", "32768")
+    assert (mixed, equal) == bench_decode.CASES[-2:]
+    lengths = mixed.lengths()
+    assert lengths != sorted(lengths)
+    assert (min(lengths), max(lengths)) == (1024, 32768)
+    assert equal.lengths() == [16896] * 32
+    assert sum(lengths) == pytest.approx(sum(equal.lengths()), abs=32)
+    assert mixed.columns()["keys"] == equal.columns()["keys"]
+    with pytest.raises(SystemExit, match="--seqlens: 512 with --mixed"):
+        decode_cases("--mixed", "--seqlens", "512")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"page_size": 16}, {"page_size": 7, "new_tokens": 3}, {"heads_k": 1, "is_mixed": True}],
+)
+def test_decode_is_that_of_the_formula(changes):
+    """What is captured on a GPU, run on the CPU."""
+    small = bench_decode.Case(3, 1100, heads=4, heads_k=2, head_dim=16)
+    problem = bench_decode.Problem(bench_decode.replace(small, **changes), "cpu")
+    results = {bench.OURS: bench_decode.neginf_decode(problem)()}
+    if not changes:
+        results["torch SDPA"] = bench_decode.torch_decode(problem)()
+    else:
+        with pytest.raises(ValueError, match=r"dense|aligned"):
+            bench_decode.torch_decode(problem)
+    bench_decode.check(problem, results)
+    results[bench.OURS][-1, 0, 0] *= 0.9
+    with pytest.raises(SystemExit, match="neginf and the formula disagree"):
+        bench_decode.check(problem, results)
+
+
+def test_decode_pages_of_a_dense_cache():
+    problem = bench_decode.Problem(bench_decode.Case(2, 48, heads_k=1, head_dim=8), "cpu")
+    k, _, table = bench_decode.pages_of(problem)
+    assert torch.equal(k[table[1]].flatten(0, 1), problem.k_cache[1])
+    problem = bench_decode.Problem(bench_decode.Case(2, 50, heads_k=1, head_dim=8), "cpu")
+    with pytest.raises(ValueError, match="50 keys are no pages of 16"):
+        bench_decode.pages_of(problem)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize(
     "script",
-    ["bench_fwd.py", "bench_bwd.py", "bench_combine.py", "bench_host.py", "bench_ring.py"],
+    [
+        "bench_fwd.py",
+        "bench_bwd.py",
+        "bench_combine.py",
+        "bench_decode.py",
+        "bench_host.py",
+        "bench_ring.py",
+    ],
 )
 def test_without_a_gpu_one_line_says_so(script):
     run = subprocess.run(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import judge
 import neginf
 import oracle
+from kvcache_problems import CacheInputs, CacheProblem
 from neginf.compat import flash_attn, flashinfer, vllm
 from problems import (
     Guarded,
@@ -42,6 +43,9 @@ NAMES = {
     "flash_attn_varlen_func": f"q k v {PACKING} {OPTIONS} block_table",
     "flash_attn_varlen_qkvpacked_func": f"qkv cu_seqlens max_seqlen {OPTIONS}",
     "flash_attn_varlen_kvpacked_func": f"q kv {PACKING} {OPTIONS}",
+    "flash_attn_with_kvcache": "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens "
+    "cache_batch_idx cache_leftpad block_table softmax_scale causal window_size softcap "
+    "rotary_interleaved alibi_slopes num_splits return_softmax_lse",
     "_flash_attn_forward": f"q k v {PRIVATE} return_softmax",
     "_flash_attn_backward": "dout q k v out softmax_lse dq dk dv "
     f"{PRIVATE} deterministic rng_state",
@@ -81,6 +85,7 @@ def test_it_can_stand_in_for_the_module():
         "sys.modules['flash_attn'] = sys.modules['flash_attn.flash_attn_interface'] = "
         "neginf.compat.flash_attn\n"
         "from flash_attn import flash_attn_func, flash_attn_varlen_kvpacked_func\n"
+        "from flash_attn import flash_attn_with_kvcache\n"
         "from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_backward\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -131,7 +136,7 @@ def test_packed_forms(target, causal):
         judge.assert_bits_equal(*gradients, "dqkv")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if "dropout_p" in NAMES[name]])
 def test_dropout_raises(name):
     function = getattr(flash_attn, name)
     packed = "varlen" in name
@@ -184,13 +189,6 @@ def test_what_else_is_refused():
             ),
             NotImplementedError,
             "leftpad_k",
-        ),
-        (
-            lambda: flash_attn._flash_attn_varlen_forward(
-                q[0], q[0], q[0], *packing, block_table=cu_seqlens
-            ),
-            NotImplementedError,
-            "block_table",
         ),
         (
             lambda: flash_attn._flash_attn_backward(
@@ -357,6 +355,108 @@ def test_private_functions_record_no_gradient():
     flash_attn._flash_attn_backward(out, q, q, q, out, lse, dq, None, None)
     assert not any(t.requires_grad for t in (out, lse, dq))
     assert dq.abs().max() > 0
+
+
+def paged(inputs):
+    """A problem's tensors as flash_attn_varlen_func takes them, with the keyword arguments that
+    both functions have."""
+    q, k, v = (inputs.tensor(n) for n in ("q", "k_cache", "v_cache"))
+    options = dict(inputs.options)
+    table, lengths = options.pop("page_table"), options.pop("cache_seqlens")
+    starts, per_split = options.pop("cu_seqlens_q"), options.pop("seqlen_k_per_split")
+    assert per_split is None
+    longest = [max(of, default=0) for of in (inputs.problem.lengths_q, inputs.problem.lengths)]
+    return (q, k, v), starts, lengths, longest, {"block_table": table, **options}
+
+
+PAGED = {
+    "pages_16": CacheProblem(
+        lengths=(70, 0, 33, 16), lengths_q=(3, 1, 33, 0), varlen=True, causal=True, page_size=16
+    ),
+    "options": CacheProblem(
+        lengths=(70, 9), lengths_q=(3, 2), varlen=True, extra_q=2, page_size=5, softcap=3.0,
+        alibi="bh", sink=(0.5, -1.0, 2.0, 0.0), window_size=(20, 3), missing=((0, 4),),
+        num_splits=3, softmax_scale=0.2,
+    ),
+    "narrow_values": CacheProblem(
+        lengths=(70,), lengths_q=(1,), varlen=True, page_size=16, head_dim=59, head_dim_v=33
+    ),
+}  # fmt: skip
+
+
+@runs_on("decode", dtypes=("float32", "bfloat16"))
+@pytest.mark.parametrize("name", PAGED)
+def test_block_table_of_packed_sequences(target, name):
+    """Lengths as vLLM gives them, by seqused_k, and as transformers does, by cu_seqlens_k."""
+    inputs = CacheInputs(PAGED[name], target.dtype, target.device)
+    expected = inputs.check()
+    qkv, starts, lengths, (longest_q, longest_k), options = paged(inputs)
+    starts_k = int32(list(itertools.accumulate(lengths.tolist(), initial=0)), target.device)
+    packing = {"cu_seqlens_q": starts, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+    for lengths_k in (
+        {"cu_seqlens_k": None, "seqused_k": lengths},
+        {"cu_seqlens_k": starts_k},
+        {"cu_seqlens_k": torch.zeros_like(starts_k), "seqused_k": lengths},
+    ):
+        with poisoned_allocations():
+            got = flash_attn.flash_attn_varlen_func(
+                *qkv, **packing, **lengths_k, **options, return_lse=True
+            )
+        judge.assert_bits_equal(got[0], expected[0], "out")
+        judge.assert_bits_equal(got[1], expected[1], "lse")
+    *got, probabilities = flash_attn.flash_attn_varlen_func(
+        *qkv, **packing, cu_seqlens_k=starts_k, **options, return_attn_probs=True
+    )
+    assert probabilities is None
+    judge.assert_bits_equal(got[0], expected[0], "out")
+    judge.assert_bits_equal(got[1], expected[1], "lse")
+
+
+@runs_on("decode", dtypes=("bfloat16",))
+def test_block_table_of_the_private_function(target):
+    inputs = CacheInputs(PAGED["pages_16"], target.dtype, target.device)
+    expected = inputs.check()
+    qkv, starts, lengths, longest, options = paged(inputs)
+    got = flash_attn._flash_attn_varlen_forward(
+        *qkv, starts, None, *longest, causal=True, block_table=options["block_table"],
+        seqused_k=lengths,
+    )  # fmt: skip
+    judge.assert_bits_equal(got[0], expected[0], "out")
+    judge.assert_bits_equal(got[1], expected[1], "softmax_lse")
+    assert got[2:] == (None, None)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_block_table_has_no_gradient(name):
+    inputs = CacheInputs(PAGED["pages_16"], torch.float32)
+    qkv, starts, lengths, longest, options = paged(inputs)
+    tensors = dict(zip("qkv", qkv, strict=True))
+    tensors[name] = tensors[name].clone().requires_grad_()
+
+    def call():
+        return flash_attn.flash_attn_varlen_func(
+            **tensors, cu_seqlens_q=starts, cu_seqlens_k=None, max_seqlen_q=longest[0],
+            max_seqlen_k=longest[1], seqused_k=lengths, **options, return_lse=True,
+        )  # fmt: skip
+
+    with pytest.raises(NotImplementedError, match=r"^block_table: got .* needs a gradient; accep"):
+        call()
+    with torch.no_grad():
+        inputs.judge(*call())
+
+
+@runs_on("decode", dtypes=("bfloat16",))
+def test_flash_attn_with_kvcache_is_ours(target):
+    problem = PAGED["pages_16"].with_(lengths_q=(2,) * 4, varlen=False)
+    inputs = CacheInputs(problem, target.dtype, target.device)
+    expected = inputs.check()
+    got = flash_attn.flash_attn_with_kvcache(
+        *(inputs.tensor(n) for n in ("q", "k_cache", "v_cache")),
+        cache_seqlens=inputs.options["cache_seqlens"], causal=True,
+        block_table=inputs.options["page_table"], return_softmax_lse=True,
+    )  # fmt: skip
+    judge.assert_bits_equal(got[0], expected[0], "out")
+    judge.assert_bits_equal(got[1], expected[1], "softmax_lse")
 
 
 # FlashInfer

@@ -133,9 +133,29 @@ PACKED = [
     ({"max_seqlen_q": None}, ValueError, "max_seqlen_q"),
     ({"seqused_k": int32([5, 1], "cpu")}, ValueError, "seqused_k"),
     ({"seqused_q": int32([2, -1], "cpu")}, ValueError, "seqused_q"),
-    ({"block_table": zeros(2, 2, dtype=torch.int32)}, NotImplementedError, "block_table"),
     ({"dropout_p": 0.5}, NotImplementedError, "dropout_p"),
     ({"alibi_slopes": zeros(3, 4)}, ValueError, "alibi_slopes"),
+]
+# Errors call what is paged by the names of flash_attn_with_kvcache.
+PAGED = [
+    ({"k": zeros(6, 2, 8)}, ValueError, "k_cache"),
+    ({"v": zeros(6, 2, 8)}, ValueError, "v_cache"),
+    ({"k": None}, TypeError, "k"),
+    ({"k": zeros(2, 3, 3, 8), "v": zeros(2, 3, 3, 8)}, ValueError, "q"),
+    ({"block_table": zeros(3, 2, dtype=torch.int32)}, ValueError, "page_table"),
+    ({"block_table": zeros(2, 2)}, TypeError, "page_table"),
+    ({"block_table": [[0], [1]]}, TypeError, "page_table"),
+    ({"seqused_q": int32([1, 1], "cpu")}, NotImplementedError, "seqused_q"),
+    ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q"),
+    ({"cu_seqlens_k": None}, ValueError, "cu_seqlens_k, seqused_k"),
+    ({"cu_seqlens_k": [0, 4, 6]}, TypeError, "cu_seqlens_k"),
+    ({"cu_seqlens_k": torch.tensor([0, 4, 6])}, TypeError, "cu_seqlens_k"),
+    ({"cu_seqlens_k": int32([0, 6], "cpu")}, ValueError, "cu_seqlens_k"),
+    ({"seqused_k": int32([4, 2, 1], "cpu")}, ValueError, "seqused_k"),
+    ({"seqused_k": int32([[4, 2]], "cpu")}, ValueError, "seqused_k"),
+    ({"seqused_k": torch.tensor([4, 2])}, TypeError, "seqused_k"),
+    ({"seqused_k": [4, 2]}, TypeError, "seqused_k"),
+    ({"dropout_p": 0.5}, NotImplementedError, "dropout_p"),
 ]
 
 
@@ -162,6 +182,16 @@ def test_packed(case):
     changes, error, argument = case
     with pytest.raises(error, match=rf"^(?:{argument})"):
         neginf.flash_attn_varlen_func(**{**packed_arguments(), **changes})
+
+
+@pytest.mark.parametrize("case", PAGED, ids=label)
+def test_paged(case):
+    changes, error, argument = case
+    pages = {"k": zeros(2, 4, 2, 8), "v": zeros(2, 4, 2, 8)}
+    arguments = {**packed_arguments(), **pages, "block_table": int32([[0], [1]], "cpu")}
+    neginf.flash_attn_varlen_func(**arguments)
+    with pytest.raises(error, match=rf"^(?:{argument}): got .*accepted"):
+        neginf.flash_attn_varlen_func(**{**arguments, **changes})
 
 
 def test_a_value_head_dim_above_that_of_q():

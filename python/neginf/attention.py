@@ -1,5 +1,7 @@
 """Attention over dense and packed sequences, with FlashAttention-2's names and order."""
 
+import torch
+
 from neginf import ops
 from neginf._checks import check_ints, check_tensors
 
@@ -73,7 +75,8 @@ def flash_attn_func(
     """
     _reject_dropout(dropout_p)
     window_left, window_right = window_sides(window_size)
-    out, lse = _forward(
+    out, lse = _call(
+        ops.forward,
         q, k, v, None, None, seqused_q, seqused_k, None, None,
         softmax_scale, causal, window_left, window_right, softcap,
         alibi_slopes, sink, num_splits, deterministic,
@@ -113,17 +116,23 @@ def flash_attn_varlen_func(
 
     Args:
         q: (total_q, num_heads, head_dim).
-        k: (total_k, num_heads_k, head_dim).
-        v: (total_k, num_heads_k, head_dim_v).
+        k: (total_k, num_heads_k, head_dim); with a block_table (num_pages, page_size, num_heads_k,
+            head_dim).
+        v: as k, of head_dim_v.
         cu_seqlens_q: (batch + 1) int32; sequence b has the rows ``cu_seqlens_q[b]`` to
             ``cu_seqlens_q[b + 1]``. Starts at 0, never falls, ends at or before total_q: checked
             for CPU tensors; on the GPU values are clamped on the device, without synchronising.
-        cu_seqlens_k: likewise for k and v.
+        cu_seqlens_k: likewise for k and v. With a block_table only the differences count, and they
+            may be None if seqused_k is given.
         max_seqlen_q: an upper bound of the sequences' lengths.
-        max_seqlen_k: likewise for k and v.
-        block_table: None; a paged cache is not implemented.
-        seqused_q: (batch) int32, number of rows in use, counted from each sequence's start.
-        seqused_k: likewise for k and v.
+        max_seqlen_k: likewise for k and v; not used with a block_table.
+        block_table: (batch, pages of a sequence) int32: key j of sequence b is row
+            ``j % page_size`` of page ``block_table[b, j // page_size]`` of k and v. This is
+            :func:`neginf.flash_attn_with_kvcache` without new keys, and errors call k, v and
+            block_table by its names. There is no gradient.
+        seqused_q: (batch) int32, number of rows in use, counted from each sequence's start. Not
+            with a block_table.
+        seqused_k: likewise for k and v; with a block_table in place of cu_seqlens_k.
 
     Returns:
         out, (total_q, num_heads, head_dim_v), dtype of q; with ``return_lse`` or
@@ -131,27 +140,66 @@ def flash_attn_varlen_func(
 
     Raises:
         ValueError, TypeError, NotImplementedError: as :func:`flash_attn_func`.
+        NotImplementedError: with a block_table also seqused_q, or a q, k or v that needs a
+            gradient.
     """
     _reject_dropout(dropout_p)
-    if block_table is not None:
-        raise NotImplementedError(
-            "block_table: got a tensor; accepted is None, a paged cache is not implemented"
-        )
     window_left, window_right = window_sides(window_size)
-    out, lse = _forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
-        softmax_scale, causal, window_left, window_right, softcap,
-        alibi_slopes, sink, num_splits, deterministic,
-    )  # fmt: skip
+    options = (softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, sink)
+    if block_table is None:
+        out, lse = _call(
+            ops.forward,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
+            *options, num_splits, deterministic,
+        )  # fmt: skip
+    else:
+        _check_paged(q, k, v, cu_seqlens_q, seqused_q)
+        lengths = _lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
+        out, lse = _call(
+            ops.decode,
+            q, k, v, lengths, block_table, None, None, cu_seqlens_q, max_seqlen_q,
+            *options, num_splits, 0,
+        )  # fmt: skip
     return _results(out, lse, return_attn_probs, return_lse)
 
 
-def _forward(*arguments):
+def _check_paged(q, k, v, cu_seqlens_q, seqused_q):
+    """What pages exclude."""
+    check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
+        raise NotImplementedError(
+            "block_table: got a tensor together with a q, k or v that needs a gradient; accepted "
+            "are tensors without, or a call under torch.no_grad()"
+        )
+    if seqused_q is not None:
+        raise NotImplementedError(
+            "seqused_q: got a tensor together with block_table; accepted is None"
+        )
+
+
+def _lengths(cu_seqlens_q, cu_seqlens_k, seqused_k):
+    """Those of the keys, (batch) int32, under their own names checked as the operator would."""
+    name, given, size = "seqused_k", seqused_k, cu_seqlens_q.numel() - 1
+    if seqused_k is None:
+        name, given, size = "cu_seqlens_k", cu_seqlens_k, size + 1
+    if given is None:
+        raise ValueError(
+            "cu_seqlens_k, seqused_k: got None together with block_table; accepted is one of them"
+        )
+    check_tensors(**{name: given})
+    if given.dtype != torch.int32:
+        raise TypeError(f"{name}: got dtype {given.dtype}; accepted is torch.int32")
+    if given.shape != (size,):
+        raise ValueError(f"{name}: got shape {tuple(given.shape)}; accepted is ({size},)")
+    return given if seqused_k is not None else given.diff()
+
+
+def _call(operator, *arguments):
     try:
-        return ops.forward(*arguments)
+        return operator(*arguments)
     except RuntimeError:
         # By which torch refuses what is no tensor. Asked only now, this costs good calls no time.
-        for argument, value in zip(ops.forward._schema.arguments, arguments, strict=True):
+        for argument, value in zip(operator._schema.arguments, arguments, strict=True):
             if str(argument.type) == "Tensor" or (
                 str(argument.type) == "Optional[Tensor]" and value is not None
             ):

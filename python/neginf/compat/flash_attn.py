@@ -8,8 +8,7 @@
 makes ``from flash_attn import flash_attn_func`` and ``from flash_attn.flash_attn_interface import
 _flash_attn_forward`` find these. The softmax_lse that they return holds -inf where
 FlashAttention-2 has +inf, in rows without keys, and NaN where it has +inf beside a NaN in out;
-:func:`neginf.convert.to_fa2` puts +inf back. Dropout is not implemented, and neither are paged
-caches: ``flash_attn_with_kvcache`` is missing.
+:func:`neginf.convert.to_fa2` puts +inf back. Dropout is not implemented.
 """
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from neginf import ops
 from neginf._checks import check_tensors
 from neginf.attention import _reject_dropout, flash_attn_func, flash_attn_varlen_func
+from neginf.kvcache import flash_attn_with_kvcache
 
 __all__ = [
     "flash_attn_func",
@@ -25,6 +25,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 
@@ -218,7 +219,7 @@ def _flash_attn_varlen_forward(
     softmax_lse: (num_heads, total_q). zero_tensors changes nothing: every element is written.
 
     Raises:
-        NotImplementedError: dropout, return_softmax, block_table or leftpad_k. Otherwise as
+        NotImplementedError: dropout, return_softmax or leftpad_k. Otherwise as
             :func:`neginf.flash_attn_varlen_func`.
     """
     _reject_softmax(return_softmax)
