@@ -1,7 +1,6 @@
 """Caches of keys and values: written out or drawn by hypothesis, laid out in memory full of NaN."""
 
 import dataclasses
-import functools
 import itertools
 from dataclasses import dataclass
 
@@ -58,6 +57,7 @@ class CacheInputs:
         self.problem = p = problem
         self.dtype, self.device = dtype, device
         self.generator = torch.Generator().manual_seed(p.seed)
+        self.references = {}  # by the dtype they are computed in
         self.head_dim_v = p.head_dim if p.head_dim_v is None else p.head_dim_v
         lse_dtype = torch.promote_types(dtype, torch.float32)
         capacity = max([*p.lengths, 0]) + p.room
@@ -190,8 +190,12 @@ class CacheInputs:
                 **{**self.options, **overrides},
             )
 
-    @functools.cache  # noqa: B019, lives as long as its test
     def reference(self, compute):
+        if compute not in self.references:
+            self.references[compute] = self.compute_reference(compute)
+        return self.references[compute]
+
+    def compute_reference(self, compute):
         p = self.problem
         softmax_dtype = torch.promote_types(compute, torch.float32)
         q = self.tensor("q").cpu().to(compute)
