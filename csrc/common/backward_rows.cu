@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ------------------------------------------------------------------------------------------ finish
 
-template <typename Element>
+template <typename Element, bool kTransposed>
 __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const __grid_constant__ BackwardParams<float> params,
                   const __grid_constant__ BackwardRows rows) {
@@ -174,35 +174,57 @@ __global__ void __launch_bounds__(kFinishThreads)
   const float* dq = rows.dq_of(blockIdx.x);
   Element* out = static_cast<Element*>(params.dq);
 
-  // A thread takes 8 columns of two rows, which are four float4 in dq. A warp takes 8 neighbouring
-  // threads' worth of rows and several neighbouring packs: whole lines there, and at least 64 bytes
-  // of each row here.
-  const int packs = problem.head_dim / kPack;
-  for (int i = threadIdx.x; i < rows.tile_rows / 2 * packs; i += kFinishThreads) {
-    const int r = i / (8 * packs) * 16 + i % 8;
-    const int column = i / 8 % packs * kPack;
-    float loaded[4][4];
+  // Eight columns of a row.
+  const auto finish = [&](int r, int column, const auto& sum_of) {
+    const int row = tile.first_row + r;
+    if (row >= tile.sequence.rows || column >= problem.head_dim) return;
+    float gradient[kPack] = {};
+    // A key that only other rows see may have brought 0 * NaN.
+    if (row < tile.sequence.length && !mask.keys_of_row(row).empty() &&
+        !params.lse[block.lse_offset(params.lse_strides, row)].is_empty()) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int at = dq_piece_offset(r, column, j, rows.head_dim);
-      *reinterpret_cast<float4*>(loaded[j]) = *reinterpret_cast<const float4*>(dq + at);
+      for (int c = 0; c < kPack; ++c) gradient[c] = problem.softmax_scale * sum_of(c);
     }
+    store(out + block.offset(params.dq_strides, row) + column, gradient);
+  };
+  const auto load = [&](int at, float (&to)[4]) {
+    *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(dq + at);
+  };
+
+  if constexpr (kTransposed) {
+    // A thread takes 16 columns of two rows, four neighbours eight rows.
+    const int groups = rows.head_dim / 16;
+    for (int i = threadIdx.x; i < rows.tile_rows / 2 * groups; i += kFinishThreads) {
+      const int r = i / (4 * groups) * 8 + i % 4 * 2;
+      const int column = i / 4 % groups * 16;
+      float loaded[kPack][4];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = tile.first_row + r + half * 8;
-      if (row >= tile.sequence.rows) continue;
-      float gradient[kPack] = {};
-      // A key that only other rows see may have brought 0 * NaN.
-      if (row < tile.sequence.length && !mask.keys_of_row(row).empty() &&
-          !params.lse[block.lse_offset(params.lse_strides, row)].is_empty()) {
-#pragma unroll
-        for (int c = 0; c < kPack; ++c) {
-          const int reg = half * 2 + c % 2;
-          gradient[c] =
-              problem.softmax_scale * (kAddsVectors ? loaded[c / 2][reg] : loaded[reg][c / 2]);
-        }
+      for (int c = 0; c < kPack; ++c) {
+        load(dq_transposed_offset(r, column + c, rows.tile_rows), loaded[c]);
       }
-      store(out + block.offset(params.dq_strides, row) + column, gradient);
+#pragma unroll
+      for (int which = 0; which < 4; ++which) {
+        finish(r + which % 2, column + which / 2 * 8, [&](int c) { return loaded[c][which]; });
+      }
+    }
+  } else {
+    // A thread takes 8 columns of two rows, which are four float4 in dq. A warp takes 8
+    // neighbouring threads' worth of rows and several neighbouring packs: whole lines there, and at
+    // least 64 bytes of each row here.
+    const int packs = problem.head_dim / kPack;
+    for (int i = threadIdx.x; i < rows.tile_rows / 2 * packs; i += kFinishThreads) {
+      const int r = i / (8 * packs) * 16 + i % 8;
+      const int column = i / 8 % packs * kPack;
+      float loaded[4][4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) load(dq_piece_offset(r, column, j, rows.head_dim), loaded[j]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        finish(r + half * 8, column, [&](int c) {
+          const int reg = half * 2 + c % 2;
+          return kAddsVectors ? loaded[c / 2][reg] : loaded[reg][c / 2];
+        });
+      }
     }
   }
 }
@@ -218,6 +240,7 @@ template <typename Function>
 auto dispatch_tile_rows(int tile_rows, const Function& function) {
   if (tile_rows == 32) return function(std::integral_constant<int, 32>{});
   if (tile_rows == 64) return function(std::integral_constant<int, 64>{});
+  if (tile_rows == 80) return function(std::integral_constant<int, 80>{});
   if (tile_rows == 128) return function(std::integral_constant<int, 128>{});
   throw std::logic_error("neginf: no backward prepare for " + std::to_string(tile_rows) + " rows");
 }
@@ -237,12 +260,12 @@ unsigned num_blocks(const BackwardParams<float>& params, const BackwardRows& row
 
 }  // namespace
 
-BackwardRows BackwardRows::allocate(const BackwardParams<float>& params, int tile_rows,
-                                    int head_dim) {
+BackwardRows BackwardRows::allocate(const BackwardParams<float>& params, const Tile& tile) {
   BackwardRows rows{};
-  rows.tile_rows = tile_rows;
-  rows.head_dim = head_dim;
-  const int64_t tiles_per_head = num_row_tiles(params.problem, tile_rows);
+  rows.tile_rows = tile.rows;
+  rows.head_dim = tile.head_dim;
+  rows.transposed = tile.transposed;
+  const int64_t tiles_per_head = num_row_tiles(params.problem, tile.rows);
   const int64_t tiles = tiles_per_head * params.problem.num_heads;
   if (tiles > std::numeric_limits<int>::max()) {
     throw std::runtime_error("neginf: backward: too many row tiles x heads: " +
@@ -250,8 +273,8 @@ BackwardRows BackwardRows::allocate(const BackwardParams<float>& params, int til
   }
   rows.num_tiles = static_cast<int>(tiles_per_head);
   // Each of the sizes before the last two is a multiple of 16.
-  const int64_t dq_bytes = tiles * tile_rows * head_dim * sizeof(float);
-  const int64_t statistics_bytes = tiles * dispatch_tile_rows(tile_rows, [](auto kRows) {
+  const int64_t dq_bytes = tiles * tile.rows * tile.head_dim * sizeof(float);
+  const int64_t statistics_bytes = tiles * dispatch_tile_rows(tile.rows, [](auto kRows) {
                                      return sizeof(RowStatistics<kRows>);
                                    });
   const int64_t adds_bytes = tiles * sizeof(int);
@@ -291,7 +314,9 @@ void finish_backward(const BackwardParams<float>& params, const BackwardRows& ro
   const unsigned blocks = num_blocks(params, rows);
   if (blocks == 0) return;
   dispatch_dtype(dtype, [&](auto element) {
-    finish_kernel<decltype(element)><<<blocks, kFinishThreads, 0, params.stream>>>(params, rows);
+    const auto kernel = rows.transposed ? finish_kernel<decltype(element), true>
+                                        : finish_kernel<decltype(element), false>;
+    kernel<<<blocks, kFinishThreads, 0, params.stream>>>(params, rows);
   });
   cuda_check(cudaGetLastError(), "backward finish");
 }

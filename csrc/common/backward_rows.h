@@ -25,8 +25,16 @@ struct alignas(16) RowStatistics {
 };
 
 struct BackwardRows {
-  int tile_rows;  // kBlockM of the main kernel
-  int head_dim;   // of dq; a multiple of 8
+  // What the main kernel says of a tile.
+  struct Tile {
+    int rows;
+    int head_dim;     // of dq; a multiple of 8
+    bool transposed;  // dq is kept transposed, as dq_transposed_offset says
+  };
+
+  int tile_rows;
+  int head_dim;
+  bool transposed;
   int num_tiles;  // per head
 
   void* statistics;  // (num_heads, num_tiles) of RowStatistics<tile_rows>
@@ -35,7 +43,7 @@ struct BackwardRows {
   int* adds;       // (num_heads, num_tiles): how many key tiles have added to dq, if in order
   int* next_work;  // one number: the next piece of work, for kernels that claim it
 
-  static BackwardRows allocate(const BackwardParams<float>& params, int tile_rows, int head_dim);
+  static BackwardRows allocate(const BackwardParams<float>& params, const Tile& tile);
 
   template <int kRows>
   NEGINF_HOST_DEVICE RowStatistics<kRows>* statistics_of(int64_t tile) const {
@@ -63,8 +71,25 @@ NEGINF_HOST_DEVICE int dq_piece_offset(int row, int column, int j, int head_dim)
   return block * 128 + (kAddsVectors ? row % 8 * 16 + j * 4 : j * 32 + row % 8 * 4);
 }
 
+// The same of a tile that is kept transposed: blocks of 16 columns and 8 rows, the block's `column`
+// being that of the float4 that holds it and the column 8 further of rows row and row + 1.
+NEGINF_HOST_DEVICE int dq_transposed_offset(int row, int column, int tile_rows) {
+  const int block = column / 16 * (tile_rows / 8) + row / 8;
+  return block * 128 + column % 8 * 16 + row % 8 * 2;
+}
+
 // dtype is that of q. prepare also writes dsink.
 void prepare_backward(const BackwardParams<float>& params, const BackwardRows& rows, DType dtype);
 void finish_backward(const BackwardParams<float>& params, const BackwardRows& rows, DType dtype);
+
+// All three, the second one by main(params, rows).
+template <class Main>
+void run_around_main(const BackwardParams<float>& params, const BackwardRows::Tile& tile,
+                     DType dtype, const Main& main) {
+  const auto rows = BackwardRows::allocate(params, tile);
+  prepare_backward(params, rows, dtype);
+  main(params, rows);
+  finish_backward(params, rows, dtype);
+}
 
 }  // namespace neginf

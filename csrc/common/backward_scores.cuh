@@ -9,6 +9,12 @@
 
 namespace neginf {
 
+// P = exp2 of it, for rows that base 2 cannot serve. Without contraction: s must be rounded as the
+// Lse was.
+__device__ __forceinline__ float careful_exponent(Divisor divisor, float raw, float scale) {
+  return divisor.exponent(__fmul_rn(raw, scale)) * kLog2e;
+}
+
 // The Lse of the rows of a step, and which of them must not enter a product: those without weight,
 // and those that are NaN anyway, whose q and dO would meet the zeros of keys they do not see.
 struct CarefulRows {
@@ -32,11 +38,11 @@ struct CarefulRows {
     return r >= rows_left || lse[r].is_empty() ? Divisor::out_of_bounds() : Divisor::of(lse[r]);
   }
 
-  // P = exp2 of it. Without contraction: s must be rounded as the Lse was. A row that is empty
-  // though the mask shows it keys has had its q cleared, so its scores are no longer -inf.
+  // A row that is empty though the mask shows it keys has had its q cleared, so its scores are no
+  // longer -inf.
   __device__ float exponent(int r, float raw, float scale) const {
     if (r >= rows_left || lse[r].is_empty()) return masked_score<float>();
-    return Divisor::of(lse[r]).exponent(__fmul_rn(raw, scale)) * kLog2e;
+    return careful_exponent(Divisor::of(lse[r]), raw, scale);
   }
 };
 
@@ -99,13 +105,19 @@ template <class Scores, class RowOf, class KeyOf>
 __device__ __forceinline__ void apply_mask_by_key(Scores& scores, const Mask& mask,
                                                   const RowOf& row_of, const KeyOf& key_of) {
   const auto rows_of_key = [&](int c) { return mask.rows_of_keys({key_of(c), key_of(c) + 1}); };
+  // Of all keys before the first comparison: what is compared before a branch is kept in registers.
+  int begin[decltype(size<1>(scores))::value];
   CUTE_UNROLL
   for (int c = 0; c < size<1>(scores); ++c) {
     const Range rows = rows_of_key(c);
-    const int begin = (rows.empty() ? kMaxSeqlen : rows.begin) - row_of(0);
+    begin[c] = (rows.empty() ? kMaxSeqlen : rows.begin) - row_of(0);
+  }
+  CUTE_UNROLL
+  for (int c = 0; c < size<1>(scores); ++c) {
+    asm volatile("" : "+r"(begin[c]));
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
-      if (row_of(r) - row_of(0) < begin) scores(r, c) = masked_score<float>();
+      if (row_of(r) - row_of(0) < begin[c]) scores(r, c) = masked_score<float>();
     }
   }
   if (mask.window_left < 0) return;

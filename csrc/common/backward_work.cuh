@@ -23,35 +23,41 @@ struct KeyWork {
   // In the one-dimensional grid key tiles run fastest, so that neighbours share Q and dO in L2.
   // When each dQ is summed in order, the last tile of keys adds first: with a causal mask that is
   // the one that reaches a tile of rows first. `work` counts so that nobody waits for higher work.
-  static __device__ KeyWork of(const BackwardParams<float>& params, const BackwardRows& rows,
-                               int block_n, int work) {
+  // By one thread, into shared memory: each value as soon as it is known, and what follows from it
+  // reads it there. Who has 24 registers cannot hold all of them.
+  __device__ __forceinline__ void find(const BackwardParams<float>& params,
+                                       const BackwardRows& rows, int block_n, int work) {
+    const auto forget = [] { asm volatile("" ::: "memory"); };
     const Problem<float>& problem = params.problem;
     const Problem<float> key_problem = keys_as_rows(problem);
     const int tiles = static_cast<int>(num_row_tiles(key_problem, block_n));
-    int head_k = work / tiles;
-    int tile = work - head_k * tiles;
+    int head = work / tiles;
+    int tile = work - head * tiles;
     if (params.deterministic) {
       tile = tiles - 1 - tile;
     } else if (problem.window_right >= 0) {
-      put_long_tiles_first(params, tiles, work, head_k, tile);
+      put_long_tiles_first(params, tiles, work, head, tile);
     }
-    const RowTile keys = find_row_tile(key_problem, block_n, tile);
-    const Sequence queries = query_sequence(problem, keys.index);
-    const Mask mask = mask_of(problem, queries, keys.sequence);
+    head_k = head;
+    group = problem.num_heads / problem.num_heads_k;
+    forget();
+    keys = find_row_tile(key_problem, block_n, tile);
+    forget();
+    queries = query_sequence(problem, keys.index);
+    mask = mask_of(problem, queries, keys.sequence);
+    forget();
+    visible_keys = mask.visible_keys();
+    rows_with_keys = mask.rows_of_keys({0, keys.sequence.length});
+    forget();
     const int block_m = rows.tile_rows;
+    row_tiles = tiles_covering(mask.rows_of_keys(keys.rows(block_n)), block_m);
+    forget();
     // Rows past the end of the sequence are padding and do not count.
     const Range common = mask.rows_common_to_keys(keys.rows(block_n));
     const int common_end = common.end == queries.length ? common.end + block_m - 1 : common.end;
-    return {keys,
-            head_k,
-            problem.num_heads / problem.num_heads_k,
-            queries,
-            mask,
-            mask.visible_keys(),
-            mask.rows_of_keys({0, keys.sequence.length}),
-            tiles_covering(mask.rows_of_keys(keys.rows(block_n)), block_m),
-            {(common.begin + block_m - 1) / block_m, common_end / block_m},
-            first_row_tile(problem, block_m, keys.index)};
+    unmasked_tiles = {(common.begin + block_m - 1) / block_m, common_end / block_m};
+    forget();
+    first_tile = first_row_tile(problem, block_m, keys.index);
   }
 
  private:
@@ -80,6 +86,12 @@ struct RowStep {
   int head;
   int tile;  // in the sequence
 
+  static __device__ RowStep first(const KeyWork& work) {
+    return {work.head_k * work.group, work.row_tiles.begin};
+  }
+  __device__ bool is_first(const KeyWork& work) const {
+    return tile == work.row_tiles.begin && head == work.head_k * work.group;
+  }
   __device__ bool is_last(const KeyWork& work) const {
     return tile + 1 == work.row_tiles.end && head + 1 == (work.head_k + 1) * work.group;
   }

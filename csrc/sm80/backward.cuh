@@ -452,7 +452,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
     // has started.
     const int number =
         params.deterministic ? atomicAdd(rows.next_work, 1) : static_cast<int>(blockIdx.x);
-    shared.work = KeyWork::of(params, rows, Traits::kBlockN, number);
+    shared.work.find(params, rows, Traits::kBlockN, number);
   }
   __syncthreads();
   const KeyWork& work = shared.work;
@@ -490,12 +490,11 @@ void launch_backward(const BackwardParams<float>& params, const BackwardRows& ro
 
 template <typename Traits>
 void run_tiles(const BackwardParams<float>& params) {
-  constexpr DType kDType =
-      std::is_same_v<typename Traits::Element, half_t> ? DType::float16 : DType::bfloat16;
-  const auto rows = BackwardRows::allocate(params, Traits::kBlockM, Traits::kHeadDim);
-  prepare_backward(params, rows, kDType);
-  launch_backward<Traits>(params, rows);
-  finish_backward(params, rows, kDType);
+  const BackwardRows::Tile tile{Traits::kBlockM, Traits::kHeadDim, /*transposed=*/false};
+  run_around_main(
+      params, tile,
+      std::is_same_v<typename Traits::Element, half_t> ? DType::float16 : DType::bfloat16,
+      launch_backward<Traits>);
 }
 
 template <typename Element, int kHeadDim>

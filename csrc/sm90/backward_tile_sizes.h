@@ -1,72 +1,80 @@
 // Tile sizes of the sm90 backward, with the measurements that chose them: H200, bf16, 16k tokens,
-// hidden 2048, TFLOP/s of prepare, main and finish at 512 / 2k / 4k / 16k.
+// hidden 2048, TFLOP/s of prepare, main and finish at 512 / 2k / 16k.
 //
-//   head_dim  rows  dO  registers  full, and below it causal
-//   64        128   3   232        286 / 401 / 429 / 453
-//                                  182 / 339 / 395 / 448
-//   64        64    2   240        241 / 326 / 350 / 366   (dQ added by the consumers)
-//                                  163 / 289 / 332 / 373
-//   128       64    3   232        335 / 479 / 515 / 545
-//                                  205 / 392 / 455 / 523
-//   128       64    2   232        292 / 390 / 415 / 430   (dQ in one piece, statistics not ahead)
-//                                  196 / 354 / 399 / 452
-//   192       64    2   232        227 / 298 / 311 / 316
-//                                  169 / 277 / 307 / 329
-//   256       64    1   232        265 / 370 / 395 / 407
-//                                  183 / 341 / 388 / 427
+//   head_dim  rows  Q, dO  registers  full              causal
+//   64        128   2, 3   232        295 / 425 / 468   186 / 360 / 444
+//             128   2, 3   232        292 / 418 / 464   183 / 355 / 439   (S by products of 64
+//             rows)
+//   128       64    3, 3   232        331 / 479 / 512   208 / 408 / 477
+//             80    2, 2   240        322 / 513 / 573   183 / 414 / 516   (producers spilled)
+//   192       64    2, 2   232        277 / 426 / 511   186 / 377 / 512
+//   256       64    2, 1   232        267 / 387 / 422   184 / 343 / 418
 //
-// With 240 registers for the consumers the producers have 24, and spill. At 256, S of the next row
-// tile with dQ and dK leaves too few registers, and two stages of dO or all of dQ at once too
-// little shared memory.
+// Before, with both warpgroups at the same step (benchmarks/NOTES.md says how): 64: 283 / 403 /
+// 444, 128: 327 / 474 / 506, 192: 224 / 297 / 310, 256: 258 / 368 / 398, full.
 #pragma once
 
 namespace neginf::sm90 {
 
-template <int kBlockM_, bool kOwnQueryGrad_>
-struct BackwardTileSizes {
-  // Warpgroups own keys, and P^T and dS^T stay in the registers in which they are made.
-  static constexpr bool kKeepsP = true;
+// For head_dims of which a warpgroup has registers for dK and dV of its keys.
+template <int kBlockM_, int kStagesQ_, int kStagesDout_, bool kOwnQueryGrad_,
+          int kConsumerRegisters_ = 232>
+struct NarrowBackwardTile {
+  static constexpr bool kIsWide = false;
   static constexpr int kBlockM = kBlockM_;  // query rows
   static constexpr int kBlockN = 128;       // keys, 64 per consumer warpgroup
-  static constexpr int kStagesQ = 3;
-  static constexpr int kStagesDout = 3;
-  // dQ has registers of its own, not those of dP: where it has another shape than (part of) dP.
+  static constexpr int kStagesQ = kStagesQ_;
+  static constexpr int kStagesDout = kStagesDout_;
+  // dQ has registers of its own. In those of dP, ptxas wants dP's last use before dQ is issued,
+  // which costs nothing at 128 rows, where both have all registers that there are.
   static constexpr bool kOwnQueryGrad = kOwnQueryGrad_;
-  static constexpr int kConsumerRegisters = 232;
   static constexpr int kQueryGradParts = 1;
+  static constexpr int kConsumerRegisters = kConsumerRegisters_;
 };
 
-// For head_dims of which dK and dV of 64 keys are too much for the registers of a warpgroup.
-template <int kStagesDout_, bool kEarlyScores_, int kQueryGradParts_>
-struct WideBackwardTileSizes {
-  // Warpgroups own columns of head_dim, and P^T and dS^T of all go through shared memory.
-  static constexpr bool kKeepsP = false;
+// For head_dims of which a warpgroup has registers for dK or dV of 64 keys, but not for both.
+template <int kStagesDout_, int kQueryGradParts_>
+struct WideBackwardTile {
+  static constexpr bool kIsWide = true;
   static constexpr int kBlockM = 64;
   static constexpr int kBlockN = 64;
   static constexpr int kStagesQ = 2;
   static constexpr int kStagesDout = kStagesDout_;
-  // S of the next row tile is issued with dQ and dK of this one, not after them.
-  static constexpr bool kEarlyScores = kEarlyScores_;
-  static constexpr bool kOwnQueryGrad = true;
+  // dQ is computed and handed over in so many pieces of its columns: 2 where registers and shared
+  // memory do not hold all.
+  static constexpr int kQueryGradParts = kQueryGradParts_;
   static constexpr int kConsumerRegisters = 232;
-  static constexpr int kQueryGradParts = kQueryGradParts_;  // 2 where all does not fit in shared
 };
 
+// That of most launches.
 template <int kHeadDim, bool kModifiesScores>
 struct BackwardTile;
 
-template <bool kModifiesScores>
-struct BackwardTile<64, kModifiesScores> : BackwardTileSizes<128, false> {};
 template <>
-struct BackwardTile<64, true> : BackwardTileSizes<64, true> {};
+struct BackwardTile<64, false> : NarrowBackwardTile<128, 2, 3, false> {};
+template <>
+struct BackwardTile<64, true> : NarrowBackwardTile<64, 3, 3, true> {};
+
+template <>
+struct BackwardTile<128, false> : NarrowBackwardTile<64, 3, 3, true> {};
+template <>
+struct BackwardTile<128, true> : NarrowBackwardTile<64, 3, 3, false> {};
 
 template <bool kModifiesScores>
-struct BackwardTile<128, kModifiesScores> : BackwardTileSizes<64, false> {};
+struct BackwardTile<192, kModifiesScores> : WideBackwardTile<2, 1> {};
 
 template <bool kModifiesScores>
-struct BackwardTile<192, kModifiesScores> : WideBackwardTileSizes<2, true, 1> {};
+struct BackwardTile<256, kModifiesScores> : WideBackwardTile<1, 2> {};
 
-template <bool kModifiesScores>
-struct BackwardTile<256, kModifiesScores> : WideBackwardTileSizes<1, false, 2> {};
+// More rows a step: fewer bytes through shared memory for each, which is what head_dim 128 is short
+// of. Where rows are few, more of the last tile is wasted, and of those on the diagonal.
+template <int kHeadDim>
+struct LongBackwardTile;
+template <>
+struct LongBackwardTile<128> : NarrowBackwardTile<80, 2, 2, false, 240> {};
+template <int kHeadDim>
+constexpr bool kHasLongBackwardTile = kHeadDim == 128;
+constexpr int kLongRows = 1024;
+constexpr int kLongRowsCausal = 2048;
 
 }  // namespace neginf::sm90

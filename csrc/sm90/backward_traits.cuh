@@ -2,7 +2,6 @@
 // there.
 #pragma once
 
-#include <algorithm>
 #include <cute/tensor.hpp>
 #include <type_traits>
 
@@ -15,67 +14,88 @@ namespace neginf::sm90 {
 
 using namespace cute;
 
+// What the loader tells the clearer.
+struct ToClear {
+  enum What { kK, kV, kQ, kDout, kEnd };
+  What what;
+  int stage;  // of the ring
+  int slot;   // of the work
+  RowStep step;
+};
+
 template <typename Element_, int kHeadDim_, typename Tile_, bool kModifiesScores_>
 struct BackwardTraits {
   using Element = Element_;
   using Tile = Tile_;
+  static constexpr DType kDType =
+      std::is_same_v<Element, half_t> ? DType::float16 : DType::bfloat16;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kModifiesScores = kModifiesScores_;
+  static constexpr bool kIsWide = Tile::kIsWide;
   static constexpr int kBlockM = Tile::kBlockM;
   static constexpr int kBlockN = Tile::kBlockN;
   static constexpr int kStagesQ = Tile::kStagesQ;
   static constexpr int kStagesDout = Tile::kStagesDout;
-  static constexpr bool kKeepsP = Tile::kKeepsP;
+  static constexpr int kStagesDs = 2;
   static constexpr int kWarpgroups = 2;  // consumers
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
   // Per thread. The CTA has what it is launched with, 168 for each.
   static constexpr int kConsumerRegisters = Tile::kConsumerRegisters;
   static constexpr int kProducerRegisters = 3 * 168 - 2 * kConsumerRegisters;
-  // dQ is cut among the warpgroups by rows, or where they are too few by columns.
-  static constexpr bool kCutsRows = kBlockM == 64 * kWarpgroups;
-  static constexpr bool kOwnQueryGrad = Tile::kOwnQueryGrad;
-  static constexpr int kQueryGradColumns = kCutsRows ? kHeadDim : kHeadDim / kWarpgroups;
-  static_assert(kCutsRows || kBlockM == 64);
-  static constexpr int kQueryGradParts = Tile::kQueryGradParts;
 
-  // What a warpgroup has of S^T, and of dK and dV.
-  static constexpr int kScoreRows = kKeepsP ? kBlockM : kBlockM / kWarpgroups;
-  static constexpr int kKeyGradColumns = kKeepsP ? kHeadDim : kHeadDim / kWarpgroups;
-  static_assert(kBlockN == (kKeepsP ? 64 * kWarpgroups : 64));
-  static_assert(kQueryGradParts == 1 || (kQueryGradParts == 2 && !kKeepsP));
-  using ScoreTile = Shape<Int<kBlockN>, Int<kBlockM>>;       // S^T, dP^T
-  using KeyGradTile = Shape<Int<kBlockN>, Int<kHeadDim>>;    // dK, dV
-  using QueryGradTile = Shape<Int<kBlockM>, Int<kHeadDim>>;  // dQ
   // How the warpgroups lie in a product.
+  using Alone = Layout<Shape<_1, _1, _1>>;
   using AlongM = Layout<Shape<Int<kWarpgroups>, _1, _1>>;
   using AlongN = Layout<Shape<_1, Int<kWarpgroups>, _1>>;
-  using AlongKeysIfKept = std::conditional_t<kKeepsP, AlongM, AlongN>;
+
+  // S^T, dP^T and dK, dV: each warpgroup has its keys, or if wide one has S^T and dV and the other
+  // one dP^T and dK.
+  static_assert(kBlockN == (kIsWide ? 64 : 64 * kWarpgroups));
+  using OfKeys = std::conditional_t<kIsWide, Alone, AlongM>;
+  using ScoreTile = Shape<Int<kBlockN>, Int<kBlockM>>;
   using ScoreMma = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float,
-                           Shape<_64, Int<std::min(kScoreRows, 64)>, Int<kHeadDim>>>(),
-      AlongKeysIfKept{}));
-  static constexpr auto key_grad_op() {
-    using ProductTile = Shape<_64, Int<kKeyGradColumns>, Int<kBlockM>>;
-    if constexpr (kKeepsP) {
-      return GMMA::rs_op_selector<Element, Element, float, ProductTile, GMMA::Major::K,
-                                  GMMA::Major::MN>();
+      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kBlockM>, Int<kHeadDim>>>(),
+      OfKeys{}));
+  using KeyGradTile = Shape<Int<kBlockN>, Int<kHeadDim>>;
+  using KeyGradMma = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kHeadDim>, Int<kBlockM>>,
+                           GMMA::Major::K, GMMA::Major::MN>(),
+      OfKeys{}));
+  static constexpr int kKeyThreads = size(ScoreMma{});
+
+  // dQ is cut among the warpgroups by rows, or where they are too few by columns. A product has 64
+  // rows; any other number of them is the N of dQ^T = K^T dS^T.
+  static constexpr bool kCutsRows = kBlockM == 64 * kWarpgroups;
+  static constexpr bool kTransposesDq = kBlockM % 64 != 0;
+  static constexpr int kQueryGradParts = Tile::kQueryGradParts;
+  static constexpr int kPartColumns = kHeadDim / kQueryGradParts;
+  static constexpr int kQueryGradColumns = kCutsRows ? kPartColumns : kPartColumns / kWarpgroups;
+  static_assert(kCutsRows || kTransposesDq || kBlockM == 64);
+  static_assert(!kTransposesDq || kQueryGradColumns == 64);
+  static constexpr auto query_grad_mma() {
+    if constexpr (kTransposesDq) {
+      return make_tiled_mma(
+          GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kBlockM>, Int<kBlockN>>,
+                               GMMA::Major::MN, GMMA::Major::K>(),
+          AlongM{});
     } else {
-      return GMMA::ss_op_selector<Element, Element, float, ProductTile, GMMA::Major::K,
-                                  GMMA::Major::MN>();
+      return make_tiled_mma(GMMA::ss_op_selector<Element, Element, float,
+                                                 Shape<_64, Int<kQueryGradColumns>, Int<kBlockN>>,
+                                                 GMMA::Major::MN, GMMA::Major::MN>(),
+                            std::conditional_t<kCutsRows, AlongM, AlongN>{});
     }
   }
-  using KeyGradMma = decltype(make_tiled_mma(key_grad_op(), AlongKeysIfKept{}));
-  using QueryGradMma =
-      decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float,
-                                                   Shape<_64, Int<kQueryGradColumns>, Int<kBlockN>>,
-                                                   GMMA::Major::MN, GMMA::Major::MN>(),
-                              std::conditional_t<kCutsRows, AlongM, AlongN>{}));
+  using QueryGradMma = decltype(query_grad_mma());
+  using QueryGradTile =  // of a part
+      std::conditional_t<kTransposesDq, Shape<Int<kPartColumns>, Int<kBlockM>>,
+                         Shape<Int<kBlockM>, Int<kPartColumns>>>;
 
-  // Column blocks of Q and dO divide a warpgroup's columns of dK and dV, those of K its columns of
-  // dQ: a product must begin where a block does.
-  static constexpr int kSwizzleColumns = kKeyGradColumns % 64 == 0 ? 64 : 32;
-  static constexpr int kSwizzleColumnsK =  // also of V
-      kQueryGradColumns % kSwizzleColumns == 0 ? kSwizzleColumns : 16;
+  // Columns of a block of Q and dO, and of K and V. Those of K divide a warpgroup's columns of dQ:
+  // a product must begin where a block does.
+  static constexpr int kSwizzleColumns = 64;
+  static constexpr int kSwizzleColumnsK = kQueryGradColumns % 64 == 0   ? 64
+                                          : kQueryGradColumns % 32 == 0 ? 32
+                                                                        : 16;
   template <int kColumns>
   using SwizzleAtom =
       std::conditional_t<kColumns == 64, GMMA::Layout_K_SW128_Atom<Element>,
@@ -93,16 +113,18 @@ struct BackwardTraits {
   using LayoutsQ = Layouts<kBlockM, kHeadDim, kStagesQ, kSwizzleColumns>;
   using LayoutsDout = Layouts<kBlockM, kHeadDim, kStagesDout, kSwizzleColumns>;
   using LayoutsK = Layouts<kBlockN, kHeadDim, 1, kSwizzleColumnsK>;  // also V
-  using LayoutsP = Layouts<kBlockN, kBlockM, 1, 64>;                 // P^T, also dS^T
+  using LayoutsDs = std::conditional_t<kTransposesDq, Layouts<kBlockM, kBlockN, kStagesDs, 64>,
+                                       Layouts<kBlockN, kBlockM, kStagesDs, 64>>;  // dS, dS^T
 
   struct SharedStorage {
     alignas(1024) Element k[kBlockN * kHeadDim];
     alignas(1024) Element v[kBlockN * kHeadDim];
     alignas(1024) Element q[kStagesQ][kBlockM * kHeadDim];
     alignas(1024) Element dout[kStagesDout][kBlockM * kHeadDim];
-    alignas(1024) Element ds[kBlockN * kBlockM];
-    alignas(kKeepsP ? alignof(Element) : 1024) Element p[kKeepsP ? 1 : kBlockN * kBlockM];
-    alignas(128) float dq[kBlockM * kHeadDim / kQueryGradParts];  // of a part of a step
+    alignas(1024) Element ds[kStagesDs][kBlockN * kBlockM];
+    // If wide, P^T as the registers of its threads: each 16 rows of them four words.
+    uint4 p[kIsWide ? 2 : 1][kIsWide ? kBlockM / 16 : 1][kIsWide ? 128 : 1];
+    alignas(128) float dq[kBlockM * kPartColumns];
     RowStatistics<kBlockM> statistics[kStagesQ];
     alignas(8) Divisor careful[kStagesQ][kBlockM];  // of a tile that needs care
     KeyWork work[2];
@@ -112,10 +134,21 @@ struct BackwardTraits {
     Ring<1> v_ring;
     Ring<kStagesQ> q_ring;  // and the statistics
     Ring<kStagesDout> dout_ring;
-    ReadBarrier loaded;  // all loads of the last work have been issued
-    LoadBarrier uncleared;
+    ReadBarrier loaded;     // all loads of the last work have been issued
+    LoadBarrier uncleared;  // to_clear is there, and what it speaks of
+    ToClear to_clear;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
+};
+
+// The hardware barriers of the kernel, see named_barrier.cuh.
+struct BackwardBarrier {
+  static constexpr int kConsumers = 1;  // their own; if wide those of the second warpgroup
+  // Two each: of a warpgroup, and if wide of a step.
+  static constexpr int kQueryGradFull = 2;
+  static constexpr int kQueryGradFree = 4;
+  static constexpr int kProbabilities = 6;
+  static constexpr int kGradients = 8;
 };
 
 }  // namespace neginf::sm90

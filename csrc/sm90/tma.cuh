@@ -102,6 +102,12 @@ __device__ __forceinline__ void add_bulk(float* to, const float* from, int bytes
       : "memory");
 }
 
+// What others have written and the calling thread knows to be written, before what it lets the copy
+// engine do to it.
+__device__ __forceinline__ void fence_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // Until all that the calling thread has stored or added so is in memory, before any access of its
 // own.
 __device__ __forceinline__ void bulk_wait_written() {

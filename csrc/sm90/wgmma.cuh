@@ -41,7 +41,7 @@ __device__ __forceinline__ void wait_for(Accumulator& accumulator) {
 // An accumulator or its coordinates, ((2, 2, N / 8), 1, products along N) per thread, as (rows,
 // columns).
 template <class Fragment>
-__device__ __forceinline__ auto as_rows_and_columns(Fragment& fragment) {
+__device__ __forceinline__ auto as_rows_and_columns(Fragment&& fragment) {
   const auto layout = fragment.layout();
   return make_tensor(fragment.data(), make_layout(make_layout(get<0, 1>(layout), get<1>(layout)),
                                                   make_layout(get<0, 0>(layout), get<0, 2>(layout),
