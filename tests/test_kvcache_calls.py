@@ -66,6 +66,11 @@ BAD = [
     ({"v_cache": zeros(2, 8, 2, 8, dtype=torch.float16)}, TypeError, "v_cache"),
     ({"cache_seqlens": torch.tensor([3, 7])}, TypeError, "cache_seqlens"),
     ({"cache_seqlens": int32([3], "cpu")}, ValueError, "cache_seqlens"),
+    ({"cache_seqlens": 2**40}, ValueError, "cache_seqlens"),
+    ({"cache_seqlens": -1}, ValueError, "cache_seqlens"),
+    ({"cache_seqlens": [3, 7]}, TypeError, "cache_seqlens"),
+    ({"q": [[0.0]]}, TypeError, "q"),
+    ({**PAGED, "page_table": [[0, 1], [4, 2]]}, TypeError, "page_table"),
     ({"cache_batch_idx": int32([0], "cpu")}, ValueError, "cache_batch_idx"),
     ({"cache_batch_idx": torch.tensor([0, 1])}, TypeError, "cache_batch_idx"),
     ({"cache_leftpad": int32([0], "cpu")}, ValueError, "cache_leftpad"),
@@ -112,6 +117,8 @@ BAD = [
 def test_bad_arguments(changes, error, name):
     with pytest.raises(error, match=f"^{name}"):
         neginf.flash_attn_with_kvcache(**arguments(**changes))
+    with pytest.raises(error, match=f"^{name}"):
+        neginf.flash_attn_with_kvcache(**arguments(**changes), check_inputs=True)
 
 
 def test_out_of_the_memory_of_q():

@@ -75,7 +75,7 @@ def flash_attn_func(
     """
     _reject_dropout(dropout_p)
     window_left, window_right = window_sides(window_size)
-    out, lse = _call(
+    out, lse = call_operator(
         ops.forward,
         q, k, v, None, None, seqused_q, seqused_k, None, None,
         softmax_scale, causal, window_left, window_right, softcap,
@@ -147,7 +147,7 @@ def flash_attn_varlen_func(
     window_left, window_right = window_sides(window_size)
     options = (softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, sink)
     if block_table is None:
-        out, lse = _call(
+        out, lse = call_operator(
             ops.forward,
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
             *options, num_splits, deterministic,
@@ -155,7 +155,7 @@ def flash_attn_varlen_func(
     else:
         _check_paged(q, k, v, cu_seqlens_q, seqused_q)
         lengths = _lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
-        out, lse = _call(
+        out, lse = call_operator(
             ops.decode,
             q, k, v, lengths, block_table, None, None, cu_seqlens_q, max_seqlen_q,
             *options, num_splits, 0,
@@ -194,7 +194,7 @@ def _lengths(cu_seqlens_q, cu_seqlens_k, seqused_k):
     return given if seqused_k is not None else given.diff()
 
 
-def _call(operator, *arguments):
+def call_operator(operator, *arguments):
     try:
         return operator(*arguments)
     except RuntimeError:

@@ -4,7 +4,7 @@ import torch
 
 from neginf import ops
 from neginf._checks import check_ints
-from neginf.attention import window_sides
+from neginf.attention import call_operator, window_sides
 
 
 def flash_attn_with_kvcache(
@@ -54,8 +54,8 @@ def flash_attn_with_kvcache(
         q: (batch, seqlen_q, num_heads, head_dim) or, with cu_seqlens_q, (total_q, num_heads,
             head_dim); float16 or bfloat16, on the CPU also float32 and float64.
         k_cache: (batch_cache, seqlen_cache, num_heads_k, head_dim), or with a page table
-            (num_pages, page_size, num_heads_k, head_dim), page_size from 1, fast from 16. Written
-            to if k is given.
+            (num_pages, page_size, num_heads_k, head_dim), page_size from 1, fast if a multiple of
+            16 (of 32 up to head_dim 64). Written to if k is given.
         v_cache: as k_cache, of head_dim_v up to head_dim.
         k: (batch, seqlen_new, num_heads_k, head_dim) or, with cu_seqlens_k_new, (total_new,
             num_heads_k, head_dim). Goes to the slots from ``cache_seqlens`` on.
@@ -63,8 +63,8 @@ def flash_attn_with_kvcache(
         rotary_cos: (positions, rotary_dim / 2), dtype of q. Rotates k by its slot, and q: row i by
             that of key i of k if causal or with a window, else by that of key 0. Needs k.
         rotary_sin: as rotary_cos.
-        cache_seqlens: (batch) int32, or one int: slots in use before k, leftpad included; None is
-            all of them.
+        cache_seqlens: (batch) int32, or one int for all: slots in use before k, leftpad included;
+            None is all of them.
         cache_batch_idx: (batch) int32, the entry of the cache that a sequence has; None is its own
             number. Not with a page table.
         cache_leftpad: (batch) int32, slots in front that hold no key.
@@ -111,9 +111,11 @@ def flash_attn_with_kvcache(
     keys_per_split = _keys_per_split(seqlen_k_per_split)
     if max_seqlen_q is None and cu_seqlens_q is not None:
         max_seqlen_q = q.shape[0]
-    if isinstance(cache_seqlens, int):
+    if cache_seqlens is not None and not isinstance(cache_seqlens, torch.Tensor):
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+        cache_seqlens = torch.full(
+            (batch,), _length(cache_seqlens), dtype=torch.int32, device=q.device
+        )
     _check_new(k, v, rotary_cos, rotary_sin, rotary_seqlens, cu_seqlens_k_new, cache_seqlens)
     if check_inputs:
         _check_values(
@@ -122,7 +124,8 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
     if k is not None:
         advances = causal or window_left >= 0 or window_right >= 0
-        rotated_q, cache_seqlens = ops.append(
+        rotated_q, cache_seqlens = call_operator(
+            ops.append,
             q, k, v, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx,
             cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens,
             rotary_interleaved, advances,
@@ -135,10 +138,18 @@ def flash_attn_with_kvcache(
         alibi_slopes, sink, num_splits, keys_per_split,
     )  # fmt: skip
     if out is None:
-        out, lse = ops.decode(*arguments)
+        out, lse = call_operator(ops.decode, *arguments)
     else:
-        lse = ops.decode_out(*arguments, out)
+        lse = call_operator(ops.decode_out, *arguments, out)
     return (out, lse) if return_lse or return_softmax_lse else out
+
+
+def _length(cache_seqlens):
+    accepted = "a tensor, or an int from 0 and less than 2^30"
+    (length,) = check_ints("cache_seqlens", cache_seqlens, (cache_seqlens,), accepted)
+    if not 0 <= length < 2**30:
+        raise ValueError(f"cache_seqlens: got {length}; accepted is {accepted}")
+    return length
 
 
 def _keys_per_split(seqlen_k_per_split):
@@ -173,9 +184,19 @@ def _check_values(
     rotary_seqlens, cu_seqlens_k_new,
 ):  # fmt: skip
     """The numbers in tensors, with the entry that is wrong."""
+    tables = (cache_seqlens, cache_leftpad, cache_batch_idx, rotary_seqlens)
+    batch = _batch(*tables, page_table)
+    if k_cache.dim() != 4 or any(
+        tensor is not None and (tensor.dim() != dim or tensor.shape[0] != size)
+        for tensor, dim, size in (
+            *((table, 1, batch) for table in tables),
+            (page_table, 2, batch),
+            (cu_seqlens_k_new, 1, batch + 1),
+        )
+    ):
+        return  # the operators say what is wrong
     entries, entry_rows = k_cache.shape[:2]
     capacity = entry_rows if page_table is None else page_table.shape[1] * entry_rows
-    batch = _batch(cache_seqlens, cache_leftpad, cache_batch_idx, page_table)
     if cu_seqlens_k_new is not None:
         new = cu_seqlens_k_new.diff().tolist()
     else:
@@ -219,4 +240,4 @@ def _check_values(
 
 def _batch(*tensors):
     """Their first size: what is checked of their shapes, the operators check."""
-    return next((tensor.shape[0] for tensor in tensors if tensor is not None), 0)
+    return next((tensor.shape[0] for tensor in tensors if tensor is not None and tensor.dim()), 0)
