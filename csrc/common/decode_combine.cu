@@ -191,12 +191,16 @@ void launch(const DecodeParams<float>& params, const DecodeGrid& grid, const Dec
 DecodeSlots DecodeSlots::allocate(const DecodeParams<float>& params, const DecodeGrid& grid,
                                   int rows) {
   const int head_dim_v = params.problem.head_dim_v;
-  if (!grid.may_split()) return {rows, head_dim_v, nullptr, nullptr};
+  DecodeSlots slots{rows, head_dim_v, nullptr, nullptr};
+  if (!grid.may_split()) return slots;
+  const auto allocate = [&](auto*& to, int64_t count) {
+    using Pointer = std::remove_reference_t<decltype(to)>;
+    to = static_cast<Pointer>(params.workspace->allocate(count * int64_t{sizeof *to}));
+  };
   const int64_t states = grid.num_slots() * rows;
-  const auto allocate = [&](int64_t bytes) { return params.workspace->allocate(bytes); };
-  return {rows, head_dim_v,
-          static_cast<float*>(allocate(states * head_dim_v * int64_t{sizeof(float)})),
-          static_cast<Lse*>(allocate(states * int64_t{sizeof(Lse)}))};
+  allocate(slots.out, states * head_dim_v);
+  allocate(slots.lse, states);
+  return slots;
 }
 
 void combine_decode(const DecodeParams<float>& params, const DecodeGrid& grid,

@@ -3,7 +3,7 @@
 import torch
 
 from neginf import ops
-from neginf._checks import check_ints
+from neginf._checks import check_ints, check_tensors
 from neginf.attention import call_operator, window_sides
 
 
@@ -184,6 +184,13 @@ def _check_values(
     rotary_seqlens, cu_seqlens_k_new,
 ):  # fmt: skip
     """The numbers in tensors, with the entry that is wrong."""
+    given = {
+        "k_cache": k_cache, "k": k, "cache_seqlens": cache_seqlens,
+        "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad,
+        "page_table": page_table, "rotary_cos": rotary_cos, "rotary_seqlens": rotary_seqlens,
+        "cu_seqlens_k_new": cu_seqlens_k_new,
+    }  # fmt: skip
+    check_tensors(**{name: value for name, value in given.items() if value is not None})
     tables = (cache_seqlens, cache_leftpad, cache_batch_idx, rotary_seqlens)
     batch = _batch(*tables, page_table)
     if k_cache.dim() != 4 or any(
