@@ -7,10 +7,16 @@
 namespace neginf {
 namespace {
 
-// Bytes per second of a copy's at 2 / 8 / 32 float32 states of d128: 0.86 / 0.92 / 0.67. With half
-// the states in flight and four blocks 0.96 / 0.92 / 0.70, but spills for sm80, and 37 us instead
-// of 24 for 32 rows of 128 states.
+// Bytes per second of a copy's at 2 / 8 / 32 float32 states of d128: 0.93 / 0.90 / 0.72. Two states
+// leave registers for a fourth block (0.86 with three), but for sm80 that spills; more states in
+// flight would spill everywhere.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <typename InFlight>
 constexpr int kBlocksPerMultiprocessor = 3;
+#else
+template <typename InFlight>
+constexpr int kBlocksPerMultiprocessor = InFlight::kStates == 2 ? 4 : 3;
+#endif
 
 // The tensors of one row.
 template <typename Partial, typename Out, int kVector, int kStates, typename States>
@@ -58,7 +64,7 @@ struct BackwardRow {
 };
 
 template <typename Partial, typename Out, int kVector, typename InFlight, typename States>
-__global__ void __launch_bounds__(kMergeThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kMergeThreads, kBlocksPerMultiprocessor<InFlight>)
     combine_backward_kernel(const __grid_constant__ CombineBackwardParams<float> params,
                             const __grid_constant__ States all_states, const MergeGrid grid) {
   using StatesOfRow = RowStates<Partial, States>;
