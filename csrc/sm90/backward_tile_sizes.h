@@ -3,15 +3,13 @@
 //
 //   head_dim  rows  Q, dO  registers  full              causal
 //   64        128   2, 3   232        295 / 425 / 468   186 / 360 / 444
-//             128   2, 3   232        292 / 418 / 464   183 / 355 / 439   (S by products of 64
-//             rows)
+//             128   2, 3   232        292 / 418 / 464   183 / 355 / 439   (S by 64 rows)
 //   128       64    3, 3   232        331 / 479 / 512   208 / 408 / 477
-//             80    2, 2   240        322 / 513 / 573   183 / 414 / 516   (producers spilled)
+//             80    2, 2   240        322 / 513 / 585   183 / 414 / 591
 //   192       64    2, 2   232        277 / 426 / 511   186 / 377 / 512
 //   256       64    2, 1   232        267 / 387 / 422   184 / 343 / 418
 //
-// Before, with both warpgroups at the same step (benchmarks/NOTES.md says how): 64: 283 / 403 /
-// 444, 128: 327 / 474 / 506, 192: 224 / 297 / 310, 256: 258 / 368 / 398, full.
+// What else was tried is in benchmarks/NOTES.md.
 #pragma once
 
 namespace neginf::sm90 {
@@ -25,8 +23,8 @@ struct NarrowBackwardTile {
   static constexpr int kBlockN = 128;       // keys, 64 per consumer warpgroup
   static constexpr int kStagesQ = kStagesQ_;
   static constexpr int kStagesDout = kStagesDout_;
-  // dQ has registers of its own. In those of dP, ptxas wants dP's last use before dQ is issued,
-  // which costs nothing at 128 rows, where both have all registers that there are.
+  // dQ has registers of its own, not those of dP. With the other choice ptxas runs all products one
+  // by one (C7512), be it that registers are too few or that it does not follow who uses them.
   static constexpr bool kOwnQueryGrad = kOwnQueryGrad_;
   static constexpr int kQueryGradParts = 1;
   static constexpr int kConsumerRegisters = kConsumerRegisters_;

@@ -46,8 +46,8 @@ class WideConsumer : protected BackwardConsumer<Traits> {
   }
 
   __device__ __forceinline__ void release_keys(int turn) {
-    shared_.v_ring.wait_full(
-        turn);  // also who has not read V: releases must not get ahead of loads
+    // Also who has not read V: releases must not get ahead of loads.
+    shared_.v_ring.wait_full(turn);
     shared_.k_ring.release(turn);
     shared_.v_ring.release(turn);
   }

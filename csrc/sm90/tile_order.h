@@ -8,9 +8,8 @@
 //                2n - 1 - c, 2n + c, ...: where lengths fall steadily the sums come out even. When
 //                the last row of these runs forward, the CTAs after it are behind by a tile, and
 //                the next group begins with them. The next tile begins while the last one ends.
-//   make room    CTA c has a run of tiles_per_cta tiles, the c-th of all. A multiprocessor takes
-//   the
-//                next CTA when it is free.
+//   make room    CTA c has the c-th run of tiles_per_cta tiles. A multiprocessor takes the next CTA
+//                when it is free.
 //
 // What is dealt beforehand waits for a multiprocessor that another kernel holds: if a transfer of
 // NCCL holds some as the forward begins, CTAs that stay begin there when the transfer has ended,
