@@ -257,16 +257,24 @@ def check_forward(inputs, **overrides):
 
 
 def check_state(inputs, out, lse):
-    exact_out, exact_lse = inputs.reference(torch.float64)
-    low_out, _ = inputs.reference(inputs.dtype)
+    judge_state(
+        out, lse, inputs.dtype, inputs.reference, judge.largest(inputs.tensor("v").cpu()),
+        inputs.score_size(),
+    )  # fmt: skip
+
+
+def judge_state(out, lse, dtype, reference, value_size, score_size):
+    """reference(compute) is the state computed in that dtype; sizes are what rounding goes by."""
+    exact_out, exact_lse = reference(torch.float64)
+    low_out, _ = reference(dtype)
     # Scores and sums are float32 whatever the dtype, so L is held to float32.
-    lse_compute = torch.promote_types(inputs.dtype, torch.float32)
-    _, low_lse = inputs.reference(lse_compute)
-    assert out.dtype == inputs.dtype
+    lse_compute = torch.promote_types(dtype, torch.float32)
+    _, low_lse = reference(lse_compute)
+    assert out.dtype == dtype
     assert lse.dtype == lse_compute
     assert lse.is_contiguous()
-    size, score_size = judge.largest(inputs.tensor("v").cpu()), inputs.score_size()
-    judge.assert_close(out, exact_out, low_out, "out", size=size, sum_size=size * score_size)
+    sum_size = value_size * score_size
+    judge.assert_close(out, exact_out, low_out, "out", size=value_size, sum_size=sum_size)
     judge.assert_close(lse, exact_lse, low_lse, "lse", sum_size=score_size)
 
 
