@@ -121,6 +121,21 @@ def test_bad_arguments(changes, error, name):
         neginf.flash_attn_with_kvcache(**arguments(**changes), check_inputs=True)
 
 
+@pytest.mark.parametrize(("changes", "error", "name"), BAD, ids=names_of)
+def test_bad_arguments_write_nothing(changes, error, name):
+    """Whichever operator would refuse them: with rows for the cache, it is as it was."""
+    if "k" in changes or "v" in changes or "rotary_cos" in changes:
+        new = {}
+    else:
+        new = {name: tensor + 1 for name, tensor in NEW.items()}
+    given = arguments(**{**new, **changes})
+    before = {n: given[n].clone() for n in ("k_cache", "v_cache")}
+    with pytest.raises(error):
+        neginf.flash_attn_with_kvcache(**given)
+    for cache, was in before.items():
+        assert torch.equal(given[cache], was), cache
+
+
 def test_out_of_the_memory_of_q():
     q = zeros(2, 1, 4, 8)
     with pytest.raises(ValueError, match=r"^out: got memory of q"):

@@ -1,4 +1,4 @@
-// neginf::decode and decode_out: attention over a cache of keys and values.
+// neginf::decode, decode_out and check_decode: attention over a cache of keys and values.
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
@@ -105,12 +105,7 @@ std::tuple<Tensor, Tensor> decode(const Tensor& q, const Tensor& k_cache, const 
   return {out, decode_into(q, k_cache, v_cache, options, shape, cache, out)};
 }
 
-Tensor decode_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                  NEGINF_DECODE_PARAMETERS, Tensor out) {
-  const c10::DeviceGuard guard(q.device());
-  const Decode options = NEGINF_DECODE_OPTIONS;
-  CacheShape cache{};
-  const Shape shape = check(q, k_cache, v_cache, options, cache);
+void check_out(const Tensor& out, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache) {
   check_same_device({"q", q}, {{"out", out}});
   check_dtype({"out", out}, q);
   TORCH_CHECK_VALUE(out.sizes() == sizes_of_out(q, v_cache), "out: got shape ", out.sizes(),
@@ -125,6 +120,24 @@ Tensor decode_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
         overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
         "out: got memory of ", input.name, "; accepted is memory of its own");
   }
+}
+
+// Of all that decode and decode_out would refuse, for who writes to the cache before them.
+void check_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                  NEGINF_DECODE_PARAMETERS, const std::optional<Tensor>& out) {
+  CacheShape cache{};
+  check(q, k_cache, v_cache, NEGINF_DECODE_OPTIONS, cache);
+  select_kernel(Operation::decode, q, dtype_of(q, "q"), q.size(-1));
+  if (out.has_value()) check_out(*out, q, k_cache, v_cache);
+}
+
+Tensor decode_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                  NEGINF_DECODE_PARAMETERS, Tensor out) {
+  const c10::DeviceGuard guard(q.device());
+  const Decode options = NEGINF_DECODE_OPTIONS;
+  CacheShape cache{};
+  const Shape shape = check(q, k_cache, v_cache, options, cache);
+  check_out(out, q, k_cache, v_cache);
   return decode_into(q, k_cache, v_cache, options, shape, cache, out);
 }
 
@@ -157,17 +170,26 @@ Tensor decode_out_meta(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   return std::get<1>(decode_meta(q, k_cache, v_cache, NEGINF_DECODE_ARGUMENTS));
 }
 
+void check_decode_meta(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                       NEGINF_DECODE_PARAMETERS, const std::optional<Tensor>& out) {
+  check_same_device({"q", q}, {{"out", out}});
+  decode_meta(q, k_cache, v_cache, NEGINF_DECODE_ARGUMENTS);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(neginf, CPU, m) {
+  m.impl("check_decode", check_decode);
   m.impl("decode", decode);
   m.impl("decode_out", decode_out);
 }
 TORCH_LIBRARY_IMPL(neginf, CUDA, m) {
+  m.impl("check_decode", check_decode);
   m.impl("decode", decode);
   m.impl("decode_out", decode_out);
 }
 TORCH_LIBRARY_IMPL(neginf, Meta, m) {
+  m.impl("check_decode", check_decode_meta);
   m.impl("decode", decode_meta);
   m.impl("decode_out", decode_out_meta);
 }

@@ -14,6 +14,8 @@ TORCH_LIBRARY(neginf, m) {
   m.def(
       "backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
       "lse, " NEGINF_OPTIONS_SCHEMA ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)");
+  m.def("check_decode(Tensor q, Tensor k_cache, Tensor v_cache, " NEGINF_DECODE_SCHEMA
+        ", Tensor? out) -> ()");
   m.def("decode(Tensor q, Tensor k_cache, Tensor v_cache, " NEGINF_DECODE_SCHEMA
         ") -> (Tensor out, Tensor lse)");
   m.def("decode_out(Tensor q, Tensor k_cache, Tensor v_cache, " NEGINF_DECODE_SCHEMA

@@ -122,7 +122,13 @@ def flash_attn_with_kvcache(
             k_cache, k, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, rotary_cos,
             rotary_seqlens, cu_seqlens_k_new,
         )  # fmt: skip
+    options = (
+        page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q, max_seqlen_q, softmax_scale,
+        causal, window_left, window_right, softcap, alibi_slopes, sink, num_splits, keys_per_split,
+    )  # fmt: skip
     if k is not None:
+        # Before anything is written.
+        call_operator(ops.check_decode, q, k_cache, v_cache, cache_seqlens, *options, out)
         advances = causal or window_left >= 0 or window_right >= 0
         rotated_q, cache_seqlens = call_operator(
             ops.append,
@@ -132,11 +138,7 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
         if rotary_cos is not None:
             q = rotated_q
-    arguments = (
-        q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
-        cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_left, window_right, softcap,
-        alibi_slopes, sink, num_splits, keys_per_split,
-    )  # fmt: skip
+    arguments = (q, k_cache, v_cache, cache_seqlens, *options)
     if out is None:
         out, lse = call_operator(ops.decode, *arguments)
     else:

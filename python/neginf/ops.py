@@ -10,6 +10,7 @@ import torch
 from neginf._C import build_info
 
 append = torch.ops.neginf.append.default
+check_decode = torch.ops.neginf.check_decode.default
 decode = torch.ops.neginf.decode.default
 decode_out = torch.ops.neginf.decode_out.default
 forward = torch.ops.neginf.forward.default
@@ -22,6 +23,7 @@ __all__ = [
     "append",
     "backward",
     "build_info",
+    "check_decode",
     "combine",
     "combine_out",
     "decode",
