@@ -14,15 +14,15 @@ constexpr int kThreads = 256;
 constexpr int kFinishThreads = 128;
 constexpr int kPack = 8;  // elements of 16 bits that a thread reads at a time
 
-// One CTA per row tile and head, tiles running fastest: block b has number b in the workspace.
+// One CTA per row tile and head, tiles running fastest, by their number in the workspace.
 struct TileOfBlock {
   RowTile tile;
   int head;
 
-  static __device__ TileOfBlock of(const Problem<float>& problem, const BackwardRows& rows) {
-    const int block = static_cast<int>(blockIdx.x);
-    const int head = block / rows.num_tiles;
-    const int tile = block - head * rows.num_tiles;
+  static __device__ TileOfBlock of(const Problem<float>& problem, const BackwardRows& rows,
+                                   int number) {
+    const int head = number / rows.num_tiles;
+    const int tile = number - head * rows.num_tiles;
     return {find_row_tile(problem, rows.tile_rows, tile), head};
   }
 
@@ -58,11 +58,12 @@ __global__ void __launch_bounds__(kThreads, 5)
                    const __grid_constant__ BackwardRows rows) {
   using Loaded = Pack<Element, kPack>;
   const Problem<float>& problem = params.problem;
-  const TileOfBlock block = TileOfBlock::of(problem, rows);
+  const int number = static_cast<int>(blockIdx.x);
+  const TileOfBlock block = TileOfBlock::of(problem, rows, number);
   const RowTile& tile = block.tile;
   const Mask mask = block.mask(problem);
 
-  RowStatistics<kRows>& statistics = *rows.statistics_of<kRows>(blockIdx.x);
+  RowStatistics<kRows>& statistics = *rows.statistics_of<kRows>(number);
 
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int first = static_cast<int>(threadIdx.x) / kLanes;
@@ -88,8 +89,8 @@ __global__ void __launch_bounds__(kThreads, 5)
                                              block.offset(params.dout_strides, row) + lane * kPack);
       }
     }
-    if (r == first) {  // while the first loads are under way
-      auto* dq = reinterpret_cast<float4*>(rows.dq_of(blockIdx.x));
+    if (r == first && !rows.first_stores) {  // while the first loads are under way
+      auto* dq = reinterpret_cast<float4*>(rows.dq_of(number));
       for (int i = threadIdx.x; i < kRows * rows.head_dim / 4; i += kThreads) dq[i] = float4{};
     }
 
@@ -121,8 +122,8 @@ __global__ void __launch_bounds__(kThreads, 5)
   needs_care = __syncthreads_or(needs_care);
   if (threadIdx.x == 0) {
     statistics.needs_care = needs_care;
-    rows.adds[blockIdx.x] = 0;
-    if (blockIdx.x == 0) *rows.next_work = 0;
+    rows.adds[number] = 0;
+    if (number == 0) *rows.next_work = 0;
   }
 }
 
@@ -168,10 +169,12 @@ __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const __grid_constant__ BackwardParams<float> params,
                   const __grid_constant__ BackwardRows rows) {
   const Problem<float>& problem = params.problem;
-  const TileOfBlock block = TileOfBlock::of(problem, rows);
+  // The last heads first: their sums are in L2 still.
+  const int number = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const TileOfBlock block = TileOfBlock::of(problem, rows, number);
   const RowTile& tile = block.tile;
   const Mask mask = block.mask(problem);
-  const float* dq = rows.dq_of(blockIdx.x);
+  const float* dq = rows.dq_of(number);
   Element* out = static_cast<Element*>(params.dq);
 
   // Eight columns of a row.
@@ -265,6 +268,7 @@ BackwardRows BackwardRows::allocate(const BackwardParams<float>& params, const T
   rows.tile_rows = tile.rows;
   rows.head_dim = tile.head_dim;
   rows.transposed = tile.transposed;
+  rows.first_stores = tile.first_stores;
   const int64_t tiles_per_head = num_row_tiles(params.problem, tile.rows);
   const int64_t tiles = tiles_per_head * params.problem.num_heads;
   if (tiles > std::numeric_limits<int>::max()) {

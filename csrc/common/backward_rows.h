@@ -1,6 +1,7 @@
 // What every GPU backward does before and after its main kernel, and the memory between the three.
 //
-//   prepare   per query row: its divisor and D - dL, once instead of once per key tile; dQ = 0
+//   prepare   per query row: its divisor and D - dL, once instead of once per key tile; dQ = 0,
+//             unless the main kernel stores what comes first
 //   main      (of each architecture) per tile of keys: dK and dV; adds to dQ in fp32
 //   finish    dQ * softmax_scale to the dtype of q
 //
@@ -28,19 +29,21 @@ struct BackwardRows {
   // What the main kernel says of a tile.
   struct Tile {
     int rows;
-    int head_dim;     // of dq; a multiple of 8
-    bool transposed;  // dq is kept transposed, as dq_transposed_offset says
+    int head_dim;       // of dq; a multiple of 8
+    bool transposed;    // dq is kept transposed, as dq_transposed_offset says
+    bool first_stores;  // who comes first to a tile of dq stores it; else it must be 0 before
   };
 
   int tile_rows;
   int head_dim;
   bool transposed;
+  bool first_stores;
   int num_tiles;  // per head
 
   void* statistics;  // (num_heads, num_tiles) of RowStatistics<tile_rows>
   float* dq;         // (num_heads, num_tiles, tile_rows, head_dim), see dq_piece_offset
 
-  int* adds;       // (num_heads, num_tiles): how many key tiles have added to dq, if in order
+  int* adds;       // (num_heads, num_tiles): 0; who may write to dq, to the main kernel
   int* next_work;  // one number: the next piece of work, for kernels that claim it
 
   static BackwardRows allocate(const BackwardParams<float>& params, const Tile& tile);

@@ -17,6 +17,7 @@ struct KeyWork {
   Range visible_keys;    // of the sequence; others may hold NaN
   Range rows_with_keys;  // of the sequence; what others hold must not enter a product
   Range row_tiles;       // tiles with a row that sees one of the keys
+  int start_tile;        // the one to begin with; after the last comes the first
   Range unmasked_tiles;  // tiles of which every row sees every key
   int first_tile;        // of the sequence, in BackwardRows
 
@@ -34,7 +35,7 @@ struct KeyWork {
     int head = work / tiles;
     int tile = work - head * tiles;
     if (params.deterministic) {
-      tile = tiles - 1 - tile;
+      put_last_tiles_first(params, tiles, work, head, tile);
     } else if (problem.window_right >= 0) {
       put_long_tiles_first(params, tiles, work, head, tile);
     }
@@ -51,6 +52,13 @@ struct KeyWork {
     forget();
     const int block_m = rows.tile_rows;
     row_tiles = tiles_covering(mask.rows_of_keys(keys.rows(block_n)), block_m);
+    start_tile = row_tiles.begin;
+    if (rows.first_stores && !params.deterministic && problem.window_right < 0) {
+      // All keys have the same rows then. Who begins elsewhere finds no dQ that another one is just
+      // storing for the first time.
+      start_tile += static_cast<int>(int64_t{row_tiles.size()} * keys.first_row /
+                                     max(1, keys.sequence.rows));
+    }
     forget();
     // Rows past the end of the sequence are padding and do not count.
     const Range common = mask.rows_common_to_keys(keys.rows(block_n));
@@ -61,6 +69,26 @@ struct KeyWork {
   }
 
  private:
+  // In order, the key tiles of a head add to a tile of dQ one behind the other, and keep that
+  // distance from then on. So that a CTA which has ended a tile of keys goes on with one that is as
+  // far behind, as many heads are worked on together as there are multiprocessors for all of their
+  // tiles.
+  static __device__ void put_last_tiles_first(const BackwardParams<float>& params, int tiles,
+                                              int work, int& head_k, int& tile) {
+    const Problem<float>& problem = params.problem;
+    // Packed sequences have different lengths and are not told apart.
+    const int sequences = problem.cu_seqlens_k == nullptr ? problem.batch : 1;
+    const int tiles_each = tiles / sequences;
+    const int all = problem.num_heads_k * sequences;
+    const int together = max(1, min(all, params.num_sms / tiles_each));
+    const int first = work / (together * tiles_each) * together;
+    const int members = min(together, all - first);
+    const int number = work - first * tiles_each;
+    const int sequence = first + number % members;
+    head_k = sequence / sequences;
+    tile = (sequence % sequences + 1) * tiles_each - 1 - number / members;
+  }
+
   // With a causal mask the first tile of keys is the longest. Sequence by sequence that would leave
   // a few long ones to the end, when most multiprocessors are idle. So what runs last, a few CTAs
   // for each multiprocessor, is sorted: tile 0 of all sequences and heads among it, then tile 1...
@@ -87,30 +115,48 @@ struct RowStep {
   int tile;  // in the sequence
 
   static __device__ RowStep first(const KeyWork& work) {
-    return {work.head_k * work.group, work.row_tiles.begin};
+    return {work.head_k * work.group, work.start_tile};
   }
   __device__ bool is_first(const KeyWork& work) const {
-    return tile == work.row_tiles.begin && head == work.head_k * work.group;
+    return tile == work.start_tile && head == work.head_k * work.group;
   }
   __device__ bool is_last(const KeyWork& work) const {
-    return tile + 1 == work.row_tiles.end && head + 1 == (work.head_k + 1) * work.group;
+    return next_tile(work) == work.start_tile && head + 1 == (work.head_k + 1) * work.group;
   }
 
   // Row tiles of one head, then of the next one in the group.
   __device__ void advance(const KeyWork& work) {
-    if (++tile == work.row_tiles.end) {
-      tile = work.row_tiles.begin;
-      ++head;
-    }
+    tile = next_tile(work);
+    if (tile == work.start_tile) ++head;
   }
 
   // In BackwardRows.
   __device__ int number(const BackwardRows& rows, const KeyWork& work) const {
     return head * rows.num_tiles + work.first_tile + tile;
   }
+
+ private:
+  __device__ int next_tile(const KeyWork& work) const {
+    return tile + 1 == work.row_tiles.end ? work.row_tiles.begin : tile + 1;
+  }
 };
 
-// Lets key tiles add to a tile of dQ one after the other, the last one first.
+__device__ __forceinline__ int load_acquire(const int* from) {
+  int value;
+  asm volatile("ld.global.acquire.gpu.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
+// If key tiles add to a tile of dQ one after the other, the last one first: how many come before.
+__device__ __forceinline__ int order_of_adding(const BackwardRows& rows, const KeyWork& work,
+                                               const RowStep& step, int block_n) {
+  const int first_row = step.tile * rows.tile_rows;
+  const Range tiles =
+      tiles_covering(work.mask.keys_of_rows({first_row, first_row + rows.tile_rows}), block_n);
+  return tiles.end - 1 - work.keys.first_row / block_n;
+}
+
+// Lets key tiles do so.
 struct OrderedAdds {
   int* adds;  // null: in any order
   int turn;
@@ -118,18 +164,12 @@ struct OrderedAdds {
   static __device__ OrderedAdds of(const BackwardParams<float>& params, const BackwardRows& rows,
                                    const KeyWork& work, const RowStep& step, int block_n) {
     if (!params.deterministic) return {nullptr, 0};
-    const int first_row = step.tile * rows.tile_rows;
-    const Range tiles =
-        tiles_covering(work.mask.keys_of_rows({first_row, first_row + rows.tile_rows}), block_n);
-    return {rows.adds + step.number(rows, work), tiles.end - 1 - work.keys.first_row / block_n};
+    return {rows.adds + step.number(rows, work), order_of_adding(rows, work, step, block_n)};
   }
 
   // By one thread, if there is an order.
   __device__ void wait_for_turn() const {
-    int done;
-    do {
-      asm volatile("ld.global.acquire.gpu.b32 %0, [%1];" : "=r"(done) : "l"(adds) : "memory");
-    } while (done != turn);
+    while (load_acquire(adds) != turn) continue;
   }
 
   // By one thread, if there is an order, after all that add have passed a fence.

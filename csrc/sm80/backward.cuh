@@ -490,7 +490,8 @@ void launch_backward(const BackwardParams<float>& params, const BackwardRows& ro
 
 template <typename Traits>
 void run_tiles(const BackwardParams<float>& params) {
-  const BackwardRows::Tile tile{Traits::kBlockM, Traits::kHeadDim, /*transposed=*/false};
+  const BackwardRows::Tile tile{Traits::kBlockM, Traits::kHeadDim, /*transposed=*/false,
+                                /*first_stores=*/false};
   run_around_main(
       params, tile,
       std::is_same_v<typename Traits::Element, half_t> ? DType::float16 : DType::bfloat16,

@@ -53,11 +53,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * Traits::kWarpgroups;
-    shared.work_ring.init(kConsumerWarps + 2);  // and loader and adder
+    shared.work_ring.init();
     shared.loaded.init(1);
     shared.k_ring.init(kConsumerWarps);
     shared.v_ring.init(kConsumerWarps);
-    shared.q_ring.init(kConsumerWarps);
+    shared.q_ring.init();
     shared.dout_ring.init(kConsumerWarps);
     shared.uncleared.init(1);
     cutlass::arch::fence_barrier_init();
@@ -67,12 +67,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if (threadIdx.x < 32) {
       Loader<Traits>(params, rows, launch, shared).run();
-    } else if (threadIdx.x == 32) {
+    } else if (threadIdx.x < 64) {
       claim_work<Traits>(params, rows, launch.works, shared);
-    } else if (threadIdx.x >= 96) {
-      Clearer<Traits>(params, rows, shared).run();
-    } else if (threadIdx.x >= 64) {
+    } else if (threadIdx.x < 96) {
       QueryGradAdder<Traits>(params, rows, shared).run();
+    } else {
+      Clearer<Traits>(params, rows, shared).run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
@@ -131,7 +131,8 @@ void launch_backward(const BackwardParams<float>& params, const BackwardRows& ro
 
 template <typename Traits>
 void run_tiles(const BackwardParams<float>& params) {
-  const BackwardRows::Tile tile{Traits::kBlockM, Traits::kHeadDim, Traits::kTransposesDq};
+  const BackwardRows::Tile tile{Traits::kBlockM, Traits::kHeadDim, Traits::kTransposesDq,
+                                /*first_stores=*/true};
   run_around_main(params, tile, Traits::kDType, launch_backward<Traits>);
 }
 

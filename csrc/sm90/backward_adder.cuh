@@ -49,6 +49,60 @@ struct QueryGradHandover {
   }
 };
 
+// Who may write to a tile of dQ, by a word of memory. The first one stores, so that nobody need have
+// cleared it; the others add once that is in memory, and in order if deterministic.
+class QueryGradTurn {
+ public:
+  QueryGradTurn() = default;
+  __device__ __forceinline__ QueryGradTurn(const BackwardParams<float>& params,
+                                           const BackwardRows& rows, const KeyWork& work,
+                                           const RowStep& step, int block_n)
+      : tile_(step.number(rows, work)),
+        turn_(params.deterministic ? order_of_adding(rows, work, step, block_n) : kAny) {}
+
+  // Its number in BackwardRows.
+  __device__ __forceinline__ int tile() const { return tile_; }
+
+  // Whether it is the caller's turn now. If not, it may be asked again.
+  __device__ __forceinline__ bool take(const BackwardRows& rows) {
+    if (turn_ == kAny) {
+      const int found = compare_and_swap(rows.adds + tile_, kNobody, kTaken);
+      if (found == kNobody) turn_ = 0;
+      return found != kTaken;
+    }
+    return turn_ == 0 || load_acquire(rows.adds + tile_) == turn_;
+  }
+  __device__ __forceinline__ bool is_first() const { return turn_ == 0; }
+  // Whether anybody may wait for the caller.
+  __device__ __forceinline__ bool must_pass_on() const { return turn_ != kAny; }
+
+  // Once, when what the caller has written is in memory.
+  __device__ __forceinline__ void pass_on(const BackwardRows& rows) {
+    asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(rows.adds + tile_), "r"(turn_ + 1)
+                 : "memory");
+    turn_ = kAny;
+  }
+
+ private:
+  // The word: who has written, unless in any order, when 1 is all there is to say.
+  static constexpr int kNobody = 0;
+  static constexpr int kTaken = -1;  // by the first one, who has yet to write
+  // A turn that is not a number, and not waited for by anyone.
+  static constexpr int kAny = -1;
+
+  static __device__ __forceinline__ int compare_and_swap(int* word, int from, int to) {
+    int found;
+    asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], %2, %3;"
+                 : "=r"(found)
+                 : "l"(word), "r"(from), "r"(to)
+                 : "memory");
+    return found;
+  }
+
+  int tile_ = 0;
+  int turn_ = kAny;
+};
+
 template <typename Traits>
 class QueryGradAdder {
   using Handover = QueryGradHandover<Traits>;
@@ -71,7 +125,7 @@ class QueryGradAdder {
         for (int part = 0; part < Traits::kQueryGradParts; ++part) add(work, step, part);
         step.advance(work);
       }
-      pass_on_turn();
+      if (is_first_lane()) pass_on<0>(turn_);
       __syncwarp();
       shared_.work_ring.release(turn);
     }
@@ -86,29 +140,37 @@ class QueryGradAdder {
     Handover::say_free(0);
     await_read<0>();
     Handover::say_free(1);
-    // The consumers can go on; that the last sum is in memory is for others to know.
-    if (part == 0) pass_on_turn();
-    const auto order = OrderedAdds::of(params_, rows_, work, step, Traits::kBlockN);
-    float* const dq = rows_.dq_of(step.number(rows_, work));
+    // While the consumers are busy with what is to be added.
+    QueryGradTurn before = turn_;
+    if (part == 0 && is_first_lane()) {
+      turn_ = QueryGradTurn(params_, rows_, work, step, Traits::kBlockN);
+      if (!turn_.take(rows_)) {
+        // Who waits must not keep others waiting.
+        pass_on<0>(before);
+        while (!turn_.take(rows_)) continue;
+      }
+      fence_async_global();
+    }
 #pragma unroll 1
     for (int warpgroup = 0; warpgroup < Traits::kWarpgroups; ++warpgroup) {
       Handover::await_full(warpgroup);
       if (is_first_lane()) {
-        if (params_.deterministic && part == 0 && warpgroup == 0) {
-          order.wait_for_turn();
-          fence_async_global();
-        }
+        // What BackwardRows::dq_of says, by sizes that take no registers.
+        float* const dq = rows_.dq + int64_t{turn_.tile()} * (Traits::kBlockM * Traits::kHeadDim);
         // In pieces, between which the copy engine loads the next tiles.
 #pragma unroll 1
         for (int warp = 0; warp < 4; ++warp) {
-          add_bulk(dq + Handover::offset(part, warpgroup, warp),
-                   Handover::in_shared(shared_, warpgroup, warp), Handover::kPiece * sizeof(float));
+          float* const to = dq + Handover::offset(part, warpgroup, warp);
+          const float* const from = Handover::in_shared(shared_, warpgroup, warp);
+          constexpr int kBytes = Handover::kPiece * sizeof(float);
+          turn_.is_first() ? store_bulk(to, from, kBytes) : add_bulk(to, from, kBytes);
         }
         cute::tma_store_arrive();
       }
       __syncwarp();
     }
-    turn_of_ = order;
+    // By now the sum before is in memory, and nobody waits for that.
+    if (part == 0 && is_first_lane()) pass_on<Traits::kWarpgroups>(before);
   }
 
   // Until all but the last kStillRead adds have read shared memory.
@@ -118,20 +180,18 @@ class QueryGradAdder {
     __syncwarp();
   }
 
-  // That of the last row tile, to which all has been added.
-  __device__ __forceinline__ void pass_on_turn() {
-    if (turn_of_.adds == nullptr) return;
-    if (is_first_lane()) {
-      bulk_wait_written();
-      turn_of_.pass_on();
-    }
-    turn_of_ = {nullptr, 0};
+  // By one lane: the turn of a row tile, after kLater adds to others.
+  template <int kLater>
+  __device__ __forceinline__ void pass_on(QueryGradTurn& turn) const {
+    if (!turn.must_pass_on()) return;
+    bulk_wait_written<kLater>();
+    turn.pass_on(rows_);
   }
 
   const BackwardParams<float>& params_;
   const BackwardRows& rows_;
   SharedStorage& shared_;
-  OrderedAdds turn_of_{nullptr, 0};  // null: nobody's
+  QueryGradTurn turn_;  // of the last row tile
 };
 
 }  // namespace neginf::sm90

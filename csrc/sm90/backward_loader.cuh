@@ -1,5 +1,5 @@
-// The producers of the sm90 backward: one thread claims work, one warp brings its tiles into shared
-// memory, another one clears what must not enter a product. Their registers are few.
+// The producers of the sm90 backward: one warp claims work, one brings its tiles into shared memory,
+// another one clears what must not enter a product. Their registers are few.
 #pragma once
 
 #include "../common/backward_rows.h"
@@ -25,24 +25,21 @@ template <typename Traits>
 __device__ __forceinline__ void claim_work(const BackwardParams<float>& params,
                                            const BackwardRows& rows, int works,
                                            typename Traits::SharedStorage& shared) {
-  for (int turn = 0;; ++turn) {
+  bool is_end = false;
+  for (int turn = 0; !is_end; ++turn) {
     LoadBarrier& full = shared.work_ring.wait_empty(turn);
-    // Not before it is needed, so that work goes to who is free. In order it must also begin soon:
-    // others wait for it.
-    if (turn > 0) {
-      if (params.deterministic) {
-        shared.work_ring.wait_released(turn - 1);
-      } else {
-        shared.loaded.wait((turn - 1) % 2);
-      }
+    if (thread_index_again() % 32 == 0) {
+      // Not before it is needed, so that work goes to who is free.
+      if (turn > 0) shared.loaded.wait((turn - 1) % 2);
+      const int slot = shared.work_ring.stage(turn);
+      const int number = atomicAdd(rows.next_work, 1);
+      is_end = number >= works;
+      shared.is_end[slot] = is_end;
+      if (!is_end) shared.work[slot].find(params, rows, Traits::kBlockN, number);
+      full.arrive();
     }
-    const int slot = shared.work_ring.stage(turn);
-    const int number = atomicAdd(rows.next_work, 1);
-    const bool is_end = number >= works;
-    shared.is_end[slot] = is_end;
-    if (!is_end) shared.work[slot].find(params, rows, Traits::kBlockN, number);
-    full.arrive();
-    if (is_end) return;
+    is_end = __any_sync(0xffffffffu, is_end);
+    if (is_end && turn > 0) shared.work_ring.wait_released(turn - 1);
   }
 }
 
@@ -82,6 +79,9 @@ class Loader {
       shared_.to_clear.what = ToClear::kEnd;
       shared_.uncleared.arrive();
     }
+    for (int i = max(0, row_count_ - Traits::kStagesQ); i < row_count_; ++i) {
+      shared_.q_ring.wait_released(i);
+    }
   }
 
  private:
@@ -116,7 +116,10 @@ class Loader {
       barrier.arrive_and_expect_tx(bytes);
       issue(barrier);
     }
-    if (must_clear) ring.wait_full(count);
+    if (must_clear) {
+      barrier_sync(BackwardBarrier::kCleared, 64);
+      if (is_first_lane()) full.arrive();
+    }
     __syncwarp();
   }
 
@@ -202,36 +205,23 @@ class Clearer {
       const ToClear& to_clear = shared_.to_clear;
       switch (to_clear.what) {
         case ToClear::kEnd: return;
-        case ToClear::kK:
-          clear_keys(shared_.k);
-          say_full(shared_.k_ring);
-          break;
-        case ToClear::kV:
-          clear_keys(shared_.v);
-          say_full(shared_.v_ring);
-          break;
+        case ToClear::kK: clear_keys(shared_.k); break;
+        case ToClear::kV: clear_keys(shared_.v); break;
         case ToClear::kQ:
           needs_care_ = shared_.statistics[to_clear.stage].needs_care != 0;
           clear_rows(shared_.q[to_clear.stage]);
           if (needs_care_) fetch_careful_divisors();
-          say_full(shared_.q_ring);
           break;
         case ToClear::kDout:  // of the same rows
           clear_rows(shared_.dout[to_clear.stage]);
-          say_full(shared_.dout_ring);
           break;
       }
+      cutlass::arch::fence_view_async_shared();
+      barrier_arrive(BackwardBarrier::kCleared, 64);
     }
   }
 
  private:
-  template <class Ring>
-  __device__ __forceinline__ void say_full(Ring& ring) {
-    cutlass::arch::fence_view_async_shared();
-    __syncwarp();
-    if (thread_index_again() % 32 == 0) ring.full[shared_.to_clear.stage].arrive();
-  }
-
   __device__ __forceinline__ const KeyWork& work() const {
     return shared_.work[shared_.to_clear.slot];
   }

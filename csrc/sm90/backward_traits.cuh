@@ -14,6 +14,20 @@ namespace neginf::sm90 {
 
 using namespace cute;
 
+// The hardware barriers of the kernel, see named_barrier.cuh.
+struct BackwardBarrier {
+  static constexpr int kConsumers = 1;  // their own; if wide those of the second warpgroup
+  // Two each: of a warpgroup, and if wide of a step.
+  static constexpr int kQueryGradFull = 2;
+  static constexpr int kQueryGradFree = 4;
+  static constexpr int kProbabilities = 6;
+  static constexpr int kGradients = 8;
+  // Of buffers.
+  static constexpr int kQueriesRead = 10;  // up to three
+  static constexpr int kWorkRead = 13;     // two
+  static constexpr int kCleared = 15;
+};
+
 // What the loader tells the clearer.
 struct ToClear {
   enum What { kK, kV, kQ, kDout, kEnd };
@@ -38,7 +52,8 @@ struct BackwardTraits {
   static constexpr int kStagesDout = Tile::kStagesDout;
   static constexpr int kStagesDs = 2;
   static constexpr int kWarpgroups = 2;  // consumers
-  static constexpr int kThreads = 128 * (1 + kWarpgroups);
+  static constexpr int kConsumerThreads = 128 * kWarpgroups;
+  static constexpr int kThreads = 128 + kConsumerThreads;
   // Per thread. The CTA has what it is launched with, 168 for each.
   static constexpr int kConsumerRegisters = Tile::kConsumerRegisters;
   static constexpr int kProducerRegisters = 3 * 168 - 2 * kConsumerRegisters;
@@ -129,26 +144,16 @@ struct BackwardTraits {
     alignas(8) Divisor careful[kStagesQ][kBlockM];  // of a tile that needs care
     KeyWork work[2];
     bool is_end[2];
-    Ring<2> work_ring;
+    ThreadsRing<2, BackwardBarrier::kWorkRead, kConsumerThreads + 2 * 32> work_ring;
     Ring<1> k_ring;
     Ring<1> v_ring;
-    Ring<kStagesQ> q_ring;  // and the statistics
+    ThreadsRing<kStagesQ, BackwardBarrier::kQueriesRead, kConsumerThreads> q_ring;  // and statistics
     Ring<kStagesDout> dout_ring;
     ReadBarrier loaded;     // all loads of the last work have been issued
     LoadBarrier uncleared;  // to_clear is there, and what it speaks of
     ToClear to_clear;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
-};
-
-// The hardware barriers of the kernel, see named_barrier.cuh.
-struct BackwardBarrier {
-  static constexpr int kConsumers = 1;  // their own; if wide those of the second warpgroup
-  // Two each: of a warpgroup, and if wide of a step.
-  static constexpr int kQueryGradFull = 2;
-  static constexpr int kQueryGradFree = 4;
-  static constexpr int kProbabilities = 6;
-  static constexpr int kGradients = 8;
 };
 
 }  // namespace neginf::sm90

@@ -5,6 +5,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "named_barrier.cuh"
 #include "tensor_map.h"
 
 namespace neginf::sm90 {
@@ -12,38 +13,66 @@ namespace neginf::sm90 {
 using LoadBarrier = cutlass::arch::ClusterTransactionBarrier;  // a load has arrived
 using ReadBarrier = cutlass::arch::ClusterBarrier;             // its readers are done
 
-// A ring of kStages buffers: full[s] says that the load of buffer s has arrived, empty[s] that
-// every reader is past it: warps, whose lanes wait for products together, or threads. A role counts
-// the tiles that it has seen; that says which buffer is next and which phase its barriers are in.
+// A ring of kStages buffers: full[s] says that the load of buffer s has arrived. A role counts the
+// tiles that it has seen; that says which buffer is next and which phase its barriers are in.
 template <int kStages>
-struct Ring {
+struct LoadRing {
   LoadBarrier full[kStages];
-  ReadBarrier empty[kStages];
 
   static __device__ __forceinline__ int stage(int count) { return count % kStages; }
   static __device__ __forceinline__ uint32_t phase(int count) { return count / kStages % 2; }
 
+  __device__ void init() {
+    for (int s = 0; s < kStages; ++s) full[s].init(1);
+  }
+
+  __device__ __forceinline__ void wait_full(int count) { full[stage(count)].wait(phase(count)); }
+};
+
+// empty[s] says that every reader is past buffer s: warps, whose lanes wait for products together,
+// or threads.
+template <int kStages>
+struct Ring : LoadRing<kStages> {
+  using LoadRing<kStages>::stage, LoadRing<kStages>::phase;
+  ReadBarrier empty[kStages];
+
   __device__ void init(int readers) {
-    for (int s = 0; s < kStages; ++s) {
-      full[s].init(1);
-      empty[s].init(readers);
-    }
+    LoadRing<kStages>::init();
+    for (int s = 0; s < kStages; ++s) empty[s].init(readers);
   }
 
   // The first kStages buffers are free from the start.
   __device__ __forceinline__ LoadBarrier& wait_empty(int count) {
     empty[stage(count)].wait(phase(count) ^ 1);
-    return full[stage(count)];
+    return this->full[stage(count)];
   }
-  // Until the readers of buffer number `count` are past it.
-  __device__ __forceinline__ void wait_released(int count) {
-    empty[stage(count)].wait(phase(count));
-  }
-  __device__ __forceinline__ void wait_full(int count) { full[stage(count)].wait(phase(count)); }
   __device__ __forceinline__ void release_by_thread(int count) { empty[stage(count)].arrive(); }
-  // For the calling warp, all lanes of which are past their reads.
+  // For the calling warp, all lanes of which are past the products that read the buffer. Of what
+  // lanes have read themselves that says nothing.
   __device__ __forceinline__ void release(int count) {
     if (threadIdx.x % 32 == 0) empty[stage(count)].arrive();
+  }
+};
+
+// A ring from which kReaders threads read themselves. Each says that it is past a buffer, by one of
+// the CTA's barriers from number kFirstBarrier on, as so many would take long to arrive in shared
+// memory. A warp waits for them.
+template <int kStages, int kFirstBarrier, int kReaders>
+struct ThreadsRing : LoadRing<kStages> {
+  using LoadRing<kStages>::stage;
+  static constexpr int kThreads = kReaders + 32;
+
+  // The first kStages buffers are free from the start.
+  __device__ __forceinline__ LoadBarrier& wait_empty(int count) {
+    if (count >= kStages) wait_released(count - kStages);
+    return this->full[stage(count)];
+  }
+  // Once for each buffer, also for the last ones: a barrier must not be left half complete.
+  __device__ __forceinline__ void wait_released(int count) {
+    barrier_sync(kFirstBarrier + stage(count), kThreads);
+  }
+  __device__ __forceinline__ void release(int count) {
+    barrier_arrive(kFirstBarrier + stage(count), kThreads);
   }
 };
 
@@ -90,15 +119,21 @@ __device__ __forceinline__ void store_tile(const CUtensorMap& map, const Element
   cute::tma_store_arrive();
 }
 
-// Adds `bytes` of floats to memory, both aligned to 16 bytes, which should stay in L2 until it is
-// added to again. By one thread, which must end it with tma_store_arrive and wait with
-// tma_store_wait before the source may be written again.
+// Stores `bytes` of floats in memory, or adds them, both aligned to 16 bytes. They should stay in L2
+// until they are added to again. By one thread, which must end it with tma_store_arrive and wait
+// with tma_store_wait before the source may be written again.
+constexpr auto kStaysInL2 = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
+__device__ __forceinline__ void store_bulk(float* to, const float* from, int bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
+      "r"(cute::cast_smem_ptr_to_uint(from)), "r"(bytes), "l"(kStaysInL2)
+      : "memory");
+}
 __device__ __forceinline__ void add_bulk(float* to, const float* from, int bytes) {
-  constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, "
       "%3;" ::"l"(to),
-      "r"(cute::cast_smem_ptr_to_uint(from)), "r"(bytes), "l"(kHint)
+      "r"(cute::cast_smem_ptr_to_uint(from)), "r"(bytes), "l"(kStaysInL2)
       : "memory");
 }
 
@@ -108,10 +143,11 @@ __device__ __forceinline__ void fence_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Until all that the calling thread has stored or added so is in memory, before any access of its
-// own.
+// Until all that the calling thread has stored or added so, but for its last kLater groups, is in
+// memory.
+template <int kLater>
 __device__ __forceinline__ void bulk_wait_written() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLater) : "memory");
 }
 
 }  // namespace neginf::sm90
