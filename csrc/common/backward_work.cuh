@@ -129,6 +129,15 @@ struct RowStep {
     tile = next_tile(work);
     if (tile == work.start_tile) ++head;
   }
+  // So many steps later.
+  __device__ RowStep later(const KeyWork& work, int steps) const {
+    const int tiles = work.row_tiles.size();
+    const int done = tile - work.start_tile;  // of the head
+    const int from_start = (done < 0 ? done + tiles : done) + steps;
+    const int heads = from_start / tiles;
+    const int later_tile = work.start_tile + from_start - heads * tiles;
+    return {head + heads, later_tile < work.row_tiles.end ? later_tile : later_tile - tiles};
+  }
 
   // In BackwardRows.
   __device__ int number(const BackwardRows& rows, const KeyWork& work) const {

@@ -63,6 +63,13 @@ class QueryGradTurn {
   // Its number in BackwardRows.
   __device__ __forceinline__ int tile() const { return tile_; }
 
+  // Whether others have stored the tile and it is the caller's turn to add, without taking it. If
+  // so, it stays so.
+  __device__ __forceinline__ bool can_add(const BackwardRows& rows) const {
+    const int written = load_acquire(rows.adds + tile_);
+    return turn_ == kAny ? written > kNobody : written == turn_;
+  }
+
   // Whether it is the caller's turn now. If not, it may be asked again.
   __device__ __forceinline__ bool take(const BackwardRows& rows) {
     if (turn_ == kAny) {
@@ -120,12 +127,14 @@ class QueryGradAdder {
       if (shared_.is_end[slot]) break;
       const KeyWork& work = shared_.work[slot];
       RowStep step = RowStep::first(work);
+      may_add_ = 0;
       for (int left = work.row_tiles.size() * work.group; left > 0; --left) {
+        look_ahead(work, step, left);
 #pragma unroll 1
         for (int part = 0; part < Traits::kQueryGradParts; ++part) add(work, step, part);
         step.advance(work);
       }
-      if (is_first_lane()) pass_on<0>(turn_);
+      if (is_first_lane()) pass_on(turn_);
       __syncwarp();
       shared_.work_ring.release(turn);
     }
@@ -135,26 +144,46 @@ class QueryGradAdder {
  private:
   static __device__ __forceinline__ bool is_first_lane() { return thread_index_again() % 32 == 0; }
 
+  // Asks for many steps at a time whether it is their turn, as the answer takes a microsecond.
+  __device__ __forceinline__ void look_ahead(const KeyWork& work, const RowStep& step, int left) {
+    if (may_add_ > 0) return;
+    bool may_add = false;
+    const int lane = thread_index_again() % 32;
+    if (lane < left) {
+      may_add = QueryGradTurn(params_, rows_, work, step.later(work, lane), Traits::kBlockN)
+                    .can_add(rows_);
+    }
+    may_add_ = __ffs(~static_cast<int>(__ballot_sync(0xffffffffu, may_add))) - 1;
+    if (may_add_ < 0) may_add_ = 32;
+  }
+
   __device__ __forceinline__ void add(const KeyWork& work, const RowStep& step, int part) {
     await_read<1>();
     Handover::say_free(0);
     await_read<0>();
     Handover::say_free(1);
     // While the consumers are busy with what is to be added.
-    QueryGradTurn before = turn_;
-    if (part == 0 && is_first_lane()) {
+    QueryGradTurn before;
+    if (part == 0) {
+      before = turn_;
       turn_ = QueryGradTurn(params_, rows_, work, step, Traits::kBlockN);
-      if (!turn_.take(rows_)) {
-        // Who waits must not keep others waiting.
-        pass_on<0>(before);
-        while (!turn_.take(rows_)) continue;
+      if (is_first_lane()) {
+        if (may_add_ == 0 && !turn_.take(rows_)) {
+          // Who waits must not keep others waiting.
+          pass_on(before);
+          while (!turn_.take(rows_)) continue;
+        }
+        fence_async_global();
+        if constexpr (!Traits::kIsWide) pass_on(before);
       }
-      fence_async_global();
+      if (may_add_ > 0) --may_add_;
     }
 #pragma unroll 1
     for (int warpgroup = 0; warpgroup < Traits::kWarpgroups; ++warpgroup) {
       Handover::await_full(warpgroup);
       if (is_first_lane()) {
+        // A wide step is too short to wait for that before.
+        if constexpr (Traits::kIsWide) pass_on(before);
         // What BackwardRows::dq_of says, by sizes that take no registers.
         float* const dq = rows_.dq + int64_t{turn_.tile()} * (Traits::kBlockM * Traits::kHeadDim);
         // In pieces, between which the copy engine loads the next tiles.
@@ -169,8 +198,6 @@ class QueryGradAdder {
       }
       __syncwarp();
     }
-    // By now the sum before is in memory, and nobody waits for that.
-    if (part == 0 && is_first_lane()) pass_on<Traits::kWarpgroups>(before);
   }
 
   // Until all but the last kStillRead adds have read shared memory.
@@ -180,11 +207,10 @@ class QueryGradAdder {
     __syncwarp();
   }
 
-  // By one lane: the turn of a row tile, after kLater adds to others.
-  template <int kLater>
+  // By one lane: the turn of the last row tile to which it has added.
   __device__ __forceinline__ void pass_on(QueryGradTurn& turn) const {
     if (!turn.must_pass_on()) return;
-    bulk_wait_written<kLater>();
+    bulk_wait_written();
     turn.pass_on(rows_);
   }
 
@@ -192,6 +218,7 @@ class QueryGradAdder {
   const BackwardRows& rows_;
   SharedStorage& shared_;
   QueryGradTurn turn_;  // of the last row tile
+  int may_add_ = 0;     // for so many steps, at least
 };
 
 }  // namespace neginf::sm90

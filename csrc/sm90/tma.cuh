@@ -143,11 +143,10 @@ __device__ __forceinline__ void fence_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Until all that the calling thread has stored or added so, but for its last kLater groups, is in
-// memory.
-template <int kLater>
+// Until all that the calling thread has stored or added so is in memory, before any access of its
+// own.
 __device__ __forceinline__ void bulk_wait_written() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLater) : "memory");
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 }  // namespace neginf::sm90
