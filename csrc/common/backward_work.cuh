@@ -129,15 +129,6 @@ struct RowStep {
     tile = next_tile(work);
     if (tile == work.start_tile) ++head;
   }
-  // So many steps later.
-  __device__ RowStep later(const KeyWork& work, int steps) const {
-    const int tiles = work.row_tiles.size();
-    const int done = tile - work.start_tile;  // of the head
-    const int from_start = (done < 0 ? done + tiles : done) + steps;
-    const int heads = from_start / tiles;
-    const int later_tile = work.start_tile + from_start - heads * tiles;
-    return {head + heads, later_tile < work.row_tiles.end ? later_tile : later_tile - tiles};
-  }
 
   // In BackwardRows.
   __device__ int number(const BackwardRows& rows, const KeyWork& work) const {
@@ -156,12 +147,10 @@ __device__ __forceinline__ int load_acquire(const int* from) {
   return value;
 }
 
-// If key tiles add to a tile of dQ one after the other, the last one first: how many come before.
-__device__ __forceinline__ int order_of_adding(const BackwardRows& rows, const KeyWork& work,
-                                               const RowStep& step, int block_n) {
-  const int first_row = step.tile * rows.tile_rows;
-  const Range tiles =
-      tiles_covering(work.mask.keys_of_rows({first_row, first_row + rows.tile_rows}), block_n);
+// If key tiles add to dQ of some rows one after the other, the last one first: how many come before.
+__device__ __forceinline__ int order_of_adding(const KeyWork& work, const Range& rows,
+                                               int block_n) {
+  const Range tiles = tiles_covering(work.mask.keys_of_rows(rows), block_n);
   return tiles.end - 1 - work.keys.first_row / block_n;
 }
 
@@ -173,7 +162,9 @@ struct OrderedAdds {
   static __device__ OrderedAdds of(const BackwardParams<float>& params, const BackwardRows& rows,
                                    const KeyWork& work, const RowStep& step, int block_n) {
     if (!params.deterministic) return {nullptr, 0};
-    return {rows.adds + step.number(rows, work), order_of_adding(rows, work, step, block_n)};
+    const int first_row = step.tile * rows.tile_rows;
+    return {rows.adds + step.number(rows, work),
+            order_of_adding(work, {first_row, first_row + rows.tile_rows}, block_n)};
   }
 
   // By one thread, if there is an order.

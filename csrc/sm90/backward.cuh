@@ -86,12 +86,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
 }
 
-// Whether LongBackwardTile is the better one, by the average length of the sequences.
+// The average length of the sequences.
+inline int64_t rows_of_sequence(const Problem<float>& problem) {
+  return problem.cu_seqlens_q == nullptr ? problem.total_q
+                                         : problem.total_q / std::max(1, problem.batch);
+}
+
+// Whether LongBackwardTile is the better one.
 inline bool is_long(const Problem<float>& problem) {
-  const int64_t rows = problem.cu_seqlens_q == nullptr
-                           ? problem.total_q
-                           : problem.total_q / std::max(1, problem.batch);
-  return rows >= (problem.window_right < 0 ? kLongRows : kLongRowsCausal);
+  return rows_of_sequence(problem) >= (problem.window_right < 0 ? kLongRows : kLongRowsCausal);
+}
+
+// Whether dQ is stored by who comes first rather than cleared before. That takes time in each step,
+// which a wide one does not have. Where sums are ordered all is at hand for it.
+template <typename Traits>
+bool first_stores(const BackwardParams<float>& params) {
+  return params.deterministic ||
+         (!Traits::kIsWide && rows_of_sequence(params.problem) <= kMostRowsToStoreFirst);
 }
 
 // Pointers are aligned to 16 bytes, head_dim and the strides of row, head and batch are multiples
@@ -132,7 +143,7 @@ void launch_backward(const BackwardParams<float>& params, const BackwardRows& ro
 template <typename Traits>
 void run_tiles(const BackwardParams<float>& params) {
   const BackwardRows::Tile tile{Traits::kBlockM, Traits::kHeadDim, Traits::kTransposesDq,
-                                /*first_stores=*/true};
+                                first_stores<Traits>(params)};
   run_around_main(params, tile, Traits::kDType, launch_backward<Traits>);
 }
 

@@ -49,52 +49,61 @@ struct QueryGradHandover {
   }
 };
 
-// Who may write to a tile of dQ, by a word of memory. The first one stores, so that nobody need have
-// cleared it; the others add once that is in memory, and in order if deterministic.
+// When a CTA may write to a tile of dQ, by a word of memory that CTAs share. Who comes first stores,
+// so that nobody need have cleared it; others add once that is in memory, and if deterministic one
+// after the other. If dQ was cleared and any order will do, there is nothing to wait for.
 class QueryGradTurn {
  public:
   QueryGradTurn() = default;
+  // tiles_of_turn neighbouring tiles share a turn.
   __device__ __forceinline__ QueryGradTurn(const BackwardParams<float>& params,
                                            const BackwardRows& rows, const KeyWork& work,
-                                           const RowStep& step, int block_n)
-      : tile_(step.number(rows, work)),
-        turn_(params.deterministic ? order_of_adding(rows, work, step, block_n) : kAny) {}
-
-  // Its number in BackwardRows.
-  __device__ __forceinline__ int tile() const { return tile_; }
-
-  // Whether others have stored the tile and it is the caller's turn to add, without taking it. If
-  // so, it stays so.
-  __device__ __forceinline__ bool can_add(const BackwardRows& rows) const {
-    const int written = load_acquire(rows.adds + tile_);
-    return turn_ == kAny ? written > kNobody : written == turn_;
-  }
-
-  // Whether it is the caller's turn now. If not, it may be asked again.
-  __device__ __forceinline__ bool take(const BackwardRows& rows) {
-    if (turn_ == kAny) {
-      const int found = compare_and_swap(rows.adds + tile_, kNobody, kTaken);
-      if (found == kNobody) turn_ = 0;
-      return found != kTaken;
+                                           const RowStep& step, int block_n, int tiles_of_turn) {
+    if (!rows.first_stores) return;
+    const int first_tile = step.tile / tiles_of_turn * tiles_of_turn;
+    word_ = RowStep{step.head, first_tile}.number(rows, work);
+    if (params.deterministic) {
+      const int first_row = first_tile * rows.tile_rows;
+      turn_ = order_of_adding(work, {first_row, first_row + tiles_of_turn * rows.tile_rows},
+                              block_n);
     }
-    return turn_ == 0 || load_acquire(rows.adds + tile_) == turn_;
   }
-  __device__ __forceinline__ bool is_first() const { return turn_ == 0; }
-  // Whether anybody may wait for the caller.
-  __device__ __forceinline__ bool must_pass_on() const { return turn_ != kAny; }
 
-  // Once, when what the caller has written is in memory.
-  __device__ __forceinline__ void pass_on(const BackwardRows& rows) {
-    asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(rows.adds + tile_), "r"(turn_ + 1)
+  __device__ __forceinline__ bool is_same_as(const QueryGradTurn& other) const {
+    return word_ == other.word_;
+  }
+
+  // Until it is the caller's turn.
+  __device__ __forceinline__ void take(const BackwardRows& rows) {
+    if (word_ == kNoWord) return;
+    int* const word = rows.adds + word_;
+    if (turn_ == kAny) {
+      int found;
+      do found = compare_and_swap(word, kNobody, kTaken);
+      while (found == kTaken);
+      if (found == kNobody) turn_ = 0;
+    } else if (turn_ > 0) {
+      while (load_acquire(word) != turn_) continue;
+    }
+    fence_async_global();
+  }
+
+  __device__ __forceinline__ bool is_first() const { return turn_ == 0; }
+
+  // When all that the caller has written is in memory.
+  __device__ __forceinline__ void pass_on(const BackwardRows& rows) const {
+    if (turn_ == kAny) return;  // nobody waits for who was not the first
+    bulk_wait_written();
+    asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(rows.adds + word_), "r"(turn_ + 1)
                  : "memory");
-    turn_ = kAny;
   }
 
  private:
-  // The word: who has written, unless in any order, when 1 is all there is to say.
+  // The word: how many have written, or if in any order, whether anyone has.
   static constexpr int kNobody = 0;
   static constexpr int kTaken = -1;  // by the first one, who has yet to write
-  // A turn that is not a number, and not waited for by anyone.
+
+  static constexpr int kNoWord = -1;
   static constexpr int kAny = -1;
 
   static __device__ __forceinline__ int compare_and_swap(int* word, int from, int to) {
@@ -106,8 +115,8 @@ class QueryGradTurn {
     return found;
   }
 
-  int tile_ = 0;
-  int turn_ = kAny;
+  int word_ = kNoWord;
+  int turn_ = kAny;  // how many come before
 };
 
 template <typename Traits>
@@ -127,14 +136,12 @@ class QueryGradAdder {
       if (shared_.is_end[slot]) break;
       const KeyWork& work = shared_.work[slot];
       RowStep step = RowStep::first(work);
-      may_add_ = 0;
       for (int left = work.row_tiles.size() * work.group; left > 0; --left) {
-        look_ahead(work, step, left);
 #pragma unroll 1
         for (int part = 0; part < Traits::kQueryGradParts; ++part) add(work, step, part);
         step.advance(work);
       }
-      if (is_first_lane()) pass_on(turn_);
+      change_turn({});
       __syncwarp();
       shared_.work_ring.release(turn);
     }
@@ -144,48 +151,23 @@ class QueryGradAdder {
  private:
   static __device__ __forceinline__ bool is_first_lane() { return thread_index_again() % 32 == 0; }
 
-  // Asks for many steps at a time whether it is their turn, as the answer takes a microsecond.
-  __device__ __forceinline__ void look_ahead(const KeyWork& work, const RowStep& step, int left) {
-    if (may_add_ > 0) return;
-    bool may_add = false;
-    const int lane = thread_index_again() % 32;
-    if (lane < left) {
-      may_add = QueryGradTurn(params_, rows_, work, step.later(work, lane), Traits::kBlockN)
-                    .can_add(rows_);
-    }
-    may_add_ = __ffs(~static_cast<int>(__ballot_sync(0xffffffffu, may_add))) - 1;
-    if (may_add_ < 0) may_add_ = 32;
-  }
-
   __device__ __forceinline__ void add(const KeyWork& work, const RowStep& step, int part) {
     await_read<1>();
     Handover::say_free(0);
     await_read<0>();
     Handover::say_free(1);
     // While the consumers are busy with what is to be added.
-    QueryGradTurn before;
     if (part == 0) {
-      before = turn_;
-      turn_ = QueryGradTurn(params_, rows_, work, step, Traits::kBlockN);
-      if (is_first_lane()) {
-        if (may_add_ == 0 && !turn_.take(rows_)) {
-          // Who waits must not keep others waiting.
-          pass_on(before);
-          while (!turn_.take(rows_)) continue;
-        }
-        fence_async_global();
-        if constexpr (!Traits::kIsWide) pass_on(before);
-      }
-      if (may_add_ > 0) --may_add_;
+      change_turn(
+          {params_, rows_, work, step, Traits::kBlockN, Traits::Tile::kQueryGradTilesOfTurn});
     }
 #pragma unroll 1
     for (int warpgroup = 0; warpgroup < Traits::kWarpgroups; ++warpgroup) {
       Handover::await_full(warpgroup);
       if (is_first_lane()) {
-        // A wide step is too short to wait for that before.
-        if constexpr (Traits::kIsWide) pass_on(before);
         // What BackwardRows::dq_of says, by sizes that take no registers.
-        float* const dq = rows_.dq + int64_t{turn_.tile()} * (Traits::kBlockM * Traits::kHeadDim);
+        float* const dq = rows_.dq + int64_t{step.number(rows_, work)} *
+                                         (Traits::kBlockM * Traits::kHeadDim);
         // In pieces, between which the copy engine loads the next tiles.
 #pragma unroll 1
         for (int warp = 0; warp < 4; ++warp) {
@@ -207,18 +189,18 @@ class QueryGradAdder {
     __syncwarp();
   }
 
-  // By one lane: the turn of the last row tile to which it has added.
-  __device__ __forceinline__ void pass_on(QueryGradTurn& turn) const {
-    if (!turn.must_pass_on()) return;
-    bulk_wait_written();
-    turn.pass_on(rows_);
+  // Passes on the last turn, if this is another one, and takes it.
+  __device__ __forceinline__ void change_turn(const QueryGradTurn& next) {
+    if (!is_first_lane() || next.is_same_as(turn_)) return;
+    turn_.pass_on(rows_);
+    turn_ = next;
+    turn_.take(rows_);
   }
 
   const BackwardParams<float>& params_;
   const BackwardRows& rows_;
   SharedStorage& shared_;
-  QueryGradTurn turn_;  // of the last row tile
-  int may_add_ = 0;     // for so many steps, at least
+  QueryGradTurn turn_;
 };
 
 }  // namespace neginf::sm90
