@@ -56,8 +56,8 @@ struct KeyWork {
     if (rows.first_stores && !params.deterministic && problem.window_right < 0) {
       // All keys have the same rows then. Who begins elsewhere finds no dQ that another one is just
       // storing for the first time.
-      start_tile += static_cast<int>(int64_t{row_tiles.size()} * keys.first_row /
-                                     max(1, keys.sequence.rows));
+      start_tile +=
+          static_cast<int>(int64_t{row_tiles.size()} * keys.first_row / max(1, keys.sequence.rows));
     }
     forget();
     // Rows past the end of the sequence are padding and do not count.
@@ -72,7 +72,7 @@ struct KeyWork {
   // In order, the key tiles of a head add to a tile of dQ one behind the other, and keep that
   // distance from then on. So that a CTA which has ended a tile of keys goes on with one that is as
   // far behind, as many heads are worked on together as there are multiprocessors for all of their
-  // tiles.
+  // tiles. With more heads, fewer CTAs share what they read.
   static __device__ void put_last_tiles_first(const BackwardParams<float>& params, int tiles,
                                               int work, int& head_k, int& tile) {
     const Problem<float>& problem = params.problem;
@@ -147,7 +147,8 @@ __device__ __forceinline__ int load_acquire(const int* from) {
   return value;
 }
 
-// If key tiles add to dQ of some rows one after the other, the last one first: how many come before.
+// If key tiles add to dQ of some rows one after the other, the last one first: how many come
+// before.
 __device__ __forceinline__ int order_of_adding(const KeyWork& work, const Range& rows,
                                                int block_n) {
   const Range tiles = tiles_covering(work.mask.keys_of_rows(rows), block_n);

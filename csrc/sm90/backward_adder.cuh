@@ -49,23 +49,25 @@ struct QueryGradHandover {
   }
 };
 
-// When a CTA may write to a tile of dQ, by a word of memory that CTAs share. Who comes first stores,
-// so that nobody need have cleared it; others add once that is in memory, and if deterministic one
-// after the other. If dQ was cleared and any order will do, there is nothing to wait for.
+// When a CTA may write to a tile of dQ, by a word of memory that CTAs share. Who comes first
+// stores, so that nobody need have cleared it; others add once that is in memory, and if
+// deterministic one after the other. If dQ was cleared and any order will do, there is nothing to
+// wait for.
+//
+// kTiles neighbouring tiles share a turn.
+template <int kTiles>
 class QueryGradTurn {
  public:
   QueryGradTurn() = default;
-  // tiles_of_turn neighbouring tiles share a turn.
   __device__ __forceinline__ QueryGradTurn(const BackwardParams<float>& params,
                                            const BackwardRows& rows, const KeyWork& work,
-                                           const RowStep& step, int block_n, int tiles_of_turn) {
+                                           const RowStep& step, int block_n) {
     if (!rows.first_stores) return;
-    const int first_tile = step.tile / tiles_of_turn * tiles_of_turn;
+    const int first_tile = step.tile / kTiles * kTiles;
     word_ = RowStep{step.head, first_tile}.number(rows, work);
     if (params.deterministic) {
       const int first_row = first_tile * rows.tile_rows;
-      turn_ = order_of_adding(work, {first_row, first_row + tiles_of_turn * rows.tile_rows},
-                              block_n);
+      turn_ = order_of_adding(work, {first_row, first_row + kTiles * rows.tile_rows}, block_n);
     }
   }
 
@@ -73,38 +75,64 @@ class QueryGradTurn {
     return word_ == other.word_;
   }
 
-  // Until it is the caller's turn.
-  __device__ __forceinline__ void take(const BackwardRows& rows) {
-    if (word_ == kNoWord) return;
+  // Passes on the turn before, once what was written in it is in memory, and waits for this one.
+  __device__ __forceinline__ void take_after(const QueryGradTurn& before,
+                                             const BackwardRows& rows) {
     int* const word = rows.adds + word_;
-    if (turn_ == kAny) {
-      int found;
-      do found = compare_and_swap(word, kNobody, kTaken);
-      while (found == kTaken);
-      if (found == kNobody) turn_ = 0;
-    } else if (turn_ > 0) {
-      while (load_acquire(word) != turn_) continue;
+    if (turn_ > 0) {  // asked for while the other one is passed on
+      int written = load_relaxed(word);
+      before.pass_on(rows);
+      if (before.turn_ == kAny) fence_gpu();
+      while (written != turn_) written = load_acquire(word);
+    } else {
+      before.pass_on(rows);
+      if (turn_ == kAny && word_ != kNoWord) take_if_first(word);
     }
     fence_async_global();
   }
 
-  __device__ __forceinline__ bool is_first() const { return turn_ == 0; }
-
-  // When all that the caller has written is in memory.
-  __device__ __forceinline__ void pass_on(const BackwardRows& rows) const {
-    if (turn_ == kAny) return;  // nobody waits for who was not the first
-    bulk_wait_written();
-    asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(rows.adds + word_), "r"(turn_ + 1)
-                 : "memory");
+  // Whether nobody has written to this tile, once the turn is taken. Who comes later in the order
+  // may be the first for some tiles of a turn.
+  __device__ __forceinline__ bool is_first(const BackwardRows& rows, const KeyWork& work,
+                                           const RowStep& step, int block_n) const {
+    if (kTiles == 1 || turn_ <= 0) return turn_ == 0;
+    const int first_row = step.tile * rows.tile_rows;
+    return order_of_adding(work, {first_row, first_row + rows.tile_rows}, block_n) == 0;
   }
 
  private:
+  __device__ __forceinline__ void pass_on(const BackwardRows& rows) const {
+    if (turn_ == kAny) return;  // nobody waits for who was not the first
+    bulk_wait_written();
+    fence_gpu();
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(rows.adds + word_), "r"(turn_ + 1)
+                 : "memory");
+  }
+
+  __device__ __forceinline__ void take_if_first(int* word) {
+    int found;
+    do found = compare_and_swap(word, kNobody, kTaken);
+    while (found == kTaken);
+    if (found == kNobody) turn_ = 0;
+  }
+
   // The word: how many have written, or if in any order, whether anyone has.
   static constexpr int kNobody = 0;
   static constexpr int kTaken = -1;  // by the first one, who has yet to write
 
   static constexpr int kNoWord = -1;
   static constexpr int kAny = -1;
+
+  // What was read before is acquired, what is written after is released.
+  static __device__ __forceinline__ void fence_gpu() {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  }
+
+  static __device__ __forceinline__ int load_relaxed(const int* from) {
+    int value;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+  }
 
   static __device__ __forceinline__ int compare_and_swap(int* word, int from, int to) {
     int found;
@@ -123,6 +151,7 @@ template <typename Traits>
 class QueryGradAdder {
   using Handover = QueryGradHandover<Traits>;
   using SharedStorage = typename Traits::SharedStorage;
+  using Turn = QueryGradTurn<Traits::Tile::kQueryGradTilesOfTurn>;
 
  public:
   __device__ __forceinline__ QueryGradAdder(const BackwardParams<float>& params,
@@ -157,24 +186,22 @@ class QueryGradAdder {
     await_read<0>();
     Handover::say_free(1);
     // While the consumers are busy with what is to be added.
-    if (part == 0) {
-      change_turn(
-          {params_, rows_, work, step, Traits::kBlockN, Traits::Tile::kQueryGradTilesOfTurn});
-    }
+    if (part == 0) change_turn({params_, rows_, work, step, Traits::kBlockN});
+    const bool stores = is_first_lane() && turn_.is_first(rows_, work, step, Traits::kBlockN);
+    // What BackwardRows::dq_of says, by sizes that take no registers.
+    float* const dq =
+        rows_.dq + int64_t{step.number(rows_, work)} * (Traits::kBlockM * Traits::kHeadDim);
 #pragma unroll 1
     for (int warpgroup = 0; warpgroup < Traits::kWarpgroups; ++warpgroup) {
       Handover::await_full(warpgroup);
       if (is_first_lane()) {
-        // What BackwardRows::dq_of says, by sizes that take no registers.
-        float* const dq = rows_.dq + int64_t{step.number(rows_, work)} *
-                                         (Traits::kBlockM * Traits::kHeadDim);
         // In pieces, between which the copy engine loads the next tiles.
 #pragma unroll 1
         for (int warp = 0; warp < 4; ++warp) {
           float* const to = dq + Handover::offset(part, warpgroup, warp);
           const float* const from = Handover::in_shared(shared_, warpgroup, warp);
           constexpr int kBytes = Handover::kPiece * sizeof(float);
-          turn_.is_first() ? store_bulk(to, from, kBytes) : add_bulk(to, from, kBytes);
+          stores ? store_bulk(to, from, kBytes) : add_bulk(to, from, kBytes);
         }
         cute::tma_store_arrive();
       }
@@ -190,17 +217,17 @@ class QueryGradAdder {
   }
 
   // Passes on the last turn, if this is another one, and takes it.
-  __device__ __forceinline__ void change_turn(const QueryGradTurn& next) {
+  __device__ __forceinline__ void change_turn(const Turn& next) {
     if (!is_first_lane() || next.is_same_as(turn_)) return;
-    turn_.pass_on(rows_);
+    const Turn before = turn_;
     turn_ = next;
-    turn_.take(rows_);
+    turn_.take_after(before, rows_);
   }
 
   const BackwardParams<float>& params_;
   const BackwardRows& rows_;
   SharedStorage& shared_;
-  QueryGradTurn turn_;
+  Turn turn_;
 };
 
 }  // namespace neginf::sm90

@@ -1,5 +1,5 @@
-// The producers of the sm90 backward: one warp claims work, one brings its tiles into shared memory,
-// another one clears what must not enter a product. Their registers are few.
+// The producers of the sm90 backward: one warp claims work, one brings its tiles into shared
+// memory, another one clears what must not enter a product. Their registers are few.
 #pragma once
 
 #include "../common/backward_rows.h"

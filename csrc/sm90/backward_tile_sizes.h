@@ -32,7 +32,7 @@ struct NarrowBackwardTile {
 };
 
 // For head_dims of which a warpgroup has registers for dK or dV of 64 keys, but not for both.
-template <int kStagesDout_, int kQueryGradParts_>
+template <int kStagesDout_, int kQueryGradParts_, int kQueryGradTilesOfTurn_>
 struct WideBackwardTile {
   static constexpr bool kIsWide = true;
   static constexpr int kBlockM = 64;
@@ -42,9 +42,9 @@ struct WideBackwardTile {
   // dQ is computed and handed over in so many pieces of its columns: 2 where registers and shared
   // memory do not hold all.
   static constexpr int kQueryGradParts = kQueryGradParts_;
-  // A step takes less than it takes to wait until dQ is in memory and to say so, which is done for
-  // so many of its tiles at once.
-  static constexpr int kQueryGradTilesOfTurn = 4;
+  // In order, to wait until dQ is in memory and to say so takes 3 us: where a step takes less, it
+  // is done for two tiles of rows at once.
+  static constexpr int kQueryGradTilesOfTurn = kQueryGradTilesOfTurn_;
   static constexpr int kConsumerRegisters = 232;
 };
 
@@ -63,10 +63,10 @@ template <>
 struct BackwardTile<128, true> : NarrowBackwardTile<64, 3, 3, false> {};
 
 template <bool kModifiesScores>
-struct BackwardTile<192, kModifiesScores> : WideBackwardTile<2, 1> {};
+struct BackwardTile<192, kModifiesScores> : WideBackwardTile<2, 1, 2> {};
 
 template <bool kModifiesScores>
-struct BackwardTile<256, kModifiesScores> : WideBackwardTile<1, 2> {};
+struct BackwardTile<256, kModifiesScores> : WideBackwardTile<1, 2, 1> {};
 
 // More rows a step: fewer bytes through shared memory for each, which is what head_dim 128 is short
 // of. Where rows are few, more of the last tile is wasted, and of those on the diagonal.

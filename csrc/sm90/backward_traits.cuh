@@ -147,7 +147,8 @@ struct BackwardTraits {
     ThreadsRing<2, BackwardBarrier::kWorkRead, kConsumerThreads + 2 * 32> work_ring;
     Ring<1> k_ring;
     Ring<1> v_ring;
-    ThreadsRing<kStagesQ, BackwardBarrier::kQueriesRead, kConsumerThreads> q_ring;  // and statistics
+    ThreadsRing<kStagesQ, BackwardBarrier::kQueriesRead, kConsumerThreads>
+        q_ring;  // and statistics
     Ring<kStagesDout> dout_ring;
     ReadBarrier loaded;     // all loads of the last work have been issued
     LoadBarrier uncleared;  // to_clear is there, and what it speaks of

@@ -119,8 +119,8 @@ __device__ __forceinline__ void store_tile(const CUtensorMap& map, const Element
   cute::tma_store_arrive();
 }
 
-// Stores `bytes` of floats in memory, or adds them, both aligned to 16 bytes. They should stay in L2
-// until they are added to again. By one thread, which must end it with tma_store_arrive and wait
+// Stores `bytes` of floats in memory, or adds them, both aligned to 16 bytes. They should stay in
+// L2 until they are added to again. By one thread, which must end it with tma_store_arrive and wait
 // with tma_store_wait before the source may be written again.
 constexpr auto kStaysInL2 = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
 __device__ __forceinline__ void store_bulk(float* to, const float* from, int bytes) {
