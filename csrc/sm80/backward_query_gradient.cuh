@@ -29,6 +29,30 @@ struct QueryGradAddresses {
   }
 };
 
+// Lets key tiles add to a tile of dQ one after the other, if deterministic.
+struct OrderedAdds {
+  int* adds;  // null: in any order
+  int turn;
+
+  static __device__ OrderedAdds of(const BackwardParams<float>& params, const BackwardRows& rows,
+                                   const KeyWork& work, const RowStep& step, int block_n) {
+    if (!params.deterministic) return {nullptr, 0};
+    const int first_row = step.tile * rows.tile_rows;
+    return {rows.adds + step.number(rows, work),
+            order_of_adding(work, {first_row, first_row + rows.tile_rows}, block_n)};
+  }
+
+  // By one thread, if there is an order.
+  __device__ void wait_for_turn() const {
+    while (load_acquire(adds) != turn) continue;
+  }
+
+  // By one thread, if there is an order, after all that add have passed a fence.
+  __device__ void pass_on() const {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(adds) : "memory");
+  }
+};
+
 __device__ __forceinline__ void wait_for_turn(const OrderedAdds& order) {
   if (order.adds == nullptr) return;
   if (threadIdx.x == 0) order.wait_for_turn();
