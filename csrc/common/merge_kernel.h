@@ -165,9 +165,9 @@ class LaneGroup {
 
 // Division of numbers below 2^31 by one of them, as a multiplication. That the multiplier is
 // rounded up adds less than 1 / divisor to a quotient, which is too little to make it another one.
-class Divisor {
+class DivisionBy {
  public:
-  explicit Divisor(unsigned divisor) : divisor_(divisor) {
+  explicit DivisionBy(unsigned divisor) : divisor_(divisor) {
     while (uint64_t{1} << (shift_ - 31) < divisor) ++shift_;
     multiplier_ = static_cast<unsigned>(((uint64_t{1} << shift_) + divisor - 1) / divisor);
   }
@@ -189,8 +189,8 @@ class Divisor {
 struct MergeGrid {
   int log2_lanes;    // of a group
   bool along_batch;  // blocks take neighbours in the batch, else in a sequence
-  Divisor heads;
-  Divisor blocks_of_line;  // of positions or batch entries
+  DivisionBy heads;
+  DivisionBy blocks_of_line;  // of positions or batch entries
   unsigned blocks;
 };
 
@@ -351,8 +351,8 @@ inline MergeGrid merge_grid(const CombineInputs<float>& params, int log2_lanes,
   if (blocks > std::numeric_limits<int>::max()) {
     throw std::runtime_error("neginf: combine: more rows than a grid of blocks covers");
   }
-  return {log2_lanes, along_batch, Divisor(params.num_heads),
-          Divisor(static_cast<unsigned>(blocks_of_line)), static_cast<unsigned>(blocks)};
+  return {log2_lanes, along_batch, DivisionBy(params.num_heads),
+          DivisionBy(static_cast<unsigned>(blocks_of_line)), static_cast<unsigned>(blocks)};
 }
 
 template <typename Function>
