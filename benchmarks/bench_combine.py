@@ -5,8 +5,8 @@ Run: python benchmarks/bench_combine.py [--splits 8 --head-dims 128 --dtypes flo
 Merging is bound by memory: every state is read once and the merged one written. The table shows
 GB/s of what must be moved (states, their lse, the result), that of torch's copy_ of a large buffer
 (read and written), and our rate over the best peer's and over the copy's. 16k rows, 16 heads,
-random states, none of them empty since the payload of an empty one is not read; results are checked
-against the formula on the measured data.
+random states, none of them empty since the payload of an empty one need not be read; results are
+checked against the formula on the measured data.
 --backward measures the gradient: states and dout are read, the states' gradients written.
 --listed gives our side a list of states, each in memory of its own, as merge_states takes them;
 results then have the dtype of the states.

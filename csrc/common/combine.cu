@@ -1,4 +1,11 @@
 // Merges attention states in plain CUDA. Bound by memory: each row reads its states once.
+//
+// Of a large copy's bytes per second, which a copy of as many bytes has 0.85 of at 2 states of d64
+// and 16 bits (104 MB) and 0.97 of at 2 float32 states of d128, on an H200 with a cold L2 cache:
+//     states           2     3     4     8
+//     float32 d128   0.97  0.98  1.00  1.01
+//     16 bits d128   0.89  0.91  0.93  0.97
+//     16 bits d64    0.78  0.81  0.83  0.89
 #include <type_traits>
 
 #include "../kernels.h"
@@ -11,49 +18,43 @@ namespace {
 // So few that a block for each pays: 32 rows of 128 states take 5 us instead of 9.
 constexpr int64_t kFewRows = 1024;
 
-constexpr int kBlocksPerMultiprocessor = 4;
+// Threads of a block, and blocks that registers must allow on a multiprocessor: with 32 warps there
+// 8 float32 and bfloat16 states of d128 merged at 0.90 and 0.86 of a copy's rate, with 40 at 0.99
+// and 0.94. Few rows want many lanes for each.
+template <bool kShared>
+constexpr int kThreads = kShared ? 256 : 128;
+template <typename InFlight, bool kShared>
+constexpr int kBlocksPerMultiprocessor = kShared ? 4 : 9;
+template <>
+constexpr int kBlocksPerMultiprocessor<TwoStates, false> = 10;
+template <>
+constexpr int kBlocksPerMultiprocessor<FourStates, false> = 8;
+template <>
+constexpr int kBlocksPerMultiprocessor<EightStates, false> = 6;
 
-// kStates states of a row at the lane's columns.
 template <typename Partial, int kVector, int kStates>
-struct LoadedStates {
-  Bits<Partial, kVector> bits[kStates];
-
-  // Those from `first` on that contribute, of the lanes from first_lane on; the others are zero.
-  template <typename StatesOfRow>
-  __device__ void load_from(const StatesOfRow& states, int first, int column, const Shares& shares,
-                            int first_lane) {
+__device__ __forceinline__ void add(float (&sum)[kVector],
+                                    const LoadedStates<Partial, kVector, kStates>& loaded,
+                                    const MergeShare<float> (&shares)[kStates], int count) {
 #pragma unroll
-    for (int i = 0; i < kStates; ++i) {
-      bits[i] = {};
-      if (shares.contributes(first_lane + i))
-        bits[i] = load<kVector>(states.out(first + i) + column);
-    }
+  for (int i = 0; i < kStates; ++i) {
+    if (i >= count) break;
+    float values[kVector];
+    unpack<Partial>(values, loaded.at[i]);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) sum[j] = shares[i].add_weighted(sum[j], values[j]);
   }
-
-  // The first `count` of them.
-  __device__ void add_to(float (&sum)[kVector], int count, const Shares& shares,
-                         int first_lane) const {
-#pragma unroll
-    for (int i = 0; i < kStates; ++i) {
-      if (i >= count) break;
-      const auto share = shares.of(first_lane + i);
-      float values[kVector];
-      unpack<Partial>(values, bits[i]);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) sum[j] += share.weighted(values[j]);
-    }
-  }
-};
+}
 
 // Sum over the groups of the block, in their order; what the first group gets is the whole.
 template <int kVector>
 __device__ __forceinline__ void sum_over_groups(float (&sum)[kVector], const LaneGroup& group) {
-  __shared__ float sums[kMergeThreads][kVector + 1];
+  __shared__ float sums[kThreads<true>][kVector + 1];
 #pragma unroll
   for (int j = 0; j < kVector; ++j) sums[threadIdx.x][j] = sum[j];
   __syncthreads();
   if (group.index == 0) {
-    for (int other = group.lane + group.lanes; other < kMergeThreads; other += group.lanes) {
+    for (int other = group.lane + group.lanes; other < kThreads<true>; other += group.lanes) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) sum[j] += sums[other][j];
     }
@@ -61,102 +62,135 @@ __device__ __forceinline__ void sum_over_groups(float (&sum)[kVector], const Lan
   __syncthreads();
 }
 
-// kShared: the groups of a block share the states of one row; else each group has its own rows.
+// A row and the group of lanes that merges it. kShared: with the other groups of the block.
 template <typename Partial, typename Out, int kVector, typename InFlight, bool kShared,
           typename States>
-__global__ void __launch_bounds__(kMergeThreads, kBlocksPerMultiprocessor)
-    combine_kernel(const __grid_constant__ CombineParams<float> params,
-                   const __grid_constant__ States all_states, const MergeGrid grid) {
-  using StatesOfRow = RowStates<Partial, States>;
-  constexpr int kStates = InFlight::kStates;
-  constexpr int kRows = InFlight::kRows;
-  const LaneGroup group(grid.log2_lanes);
-  const LaneGroup holders(grid.log2_holders);
-  const RowsOfBlock rows(params, kShared ? 1 : holders.count);
+struct RowOfGroup {
+  static constexpr int kStates = InFlight::kStates;
+  using Loaded = LoadedStates<Partial, kVector, kStates>;
 
-  const bool writes = !kShared || group.index == 0;
+  const CombineParams<float>& params;
+  const LaneGroup& group;
+  const BlockRow row;
+  const RowStates<Partial, States> states;
 
-  const BlockRow held_row = rows.row(kShared ? 0 : holders.index);
-  const auto held = HeldStates<StatesOfRow>::of(StatesOfRow(all_states, held_row),
-                                                params.num_splits, group, holders);
-  if (writes && held_row.exists && holders.lane == 0) {
-    params.lse[held_row.offset(params.lse_strides)] = held.merged_lse();
+  __device__ __forceinline__ bool writes() const {
+    return row.exists && (!kShared || group.index == 0);
+  }
+  __device__ __forceinline__ void write_lse(Lse lse) const {
+    if (writes() && group.lane == 0) params.lse[row.offset(params.lse_strides)] = lse;
+  }
+  __device__ __forceinline__ void write(int column, const float (&sum)[kVector]) const {
+    if (!writes() || column >= params.head_dim) return;
+    store_bits<kVector>(static_cast<Out*>(params.out) + row.offset(params.out_strides) + column,
+                        rounded<Out>(sum));
   }
 
-  // Which states the group takes. All groups take as many turns, the last with less to do.
-  const int share =
-      kShared ? (params.num_splits + group.count - 1) / group.count : params.num_splits;
-  const int begin = kShared ? min(group.index * share, params.num_splits) : 0;
-  const int end = min(begin + share, params.num_splits);
-
-  // More rows than one leave a single turn.
-  const Shares first_shares = held.shares(begin, end);
+  __device__ __forceinline__ void merge_few() const {
+    LseOfStates<kStates> lse;
+    lse.load(states, 0, params.num_splits);
+    MergeShare<float> shares[kStates];
+    constexpr int kPacks = InFlight::kPacks;
+    const int step = group.lanes * kVector;
 #pragma unroll 1
-  for (int r = 0; r < grid.rows_per_group(); r += kRows) {
-    BlockRow row[kRows];
+    for (int first = 0; first < params.head_dim; first += step * kPacks) {
+      const int column = first + group.lane * kVector;
+      // Before it is known what the states are worth: a warp has so few bytes on their way that a
+      // second wait costs more than reading empty ones for nothing, if these are few.
+      Loaded loaded[kPacks];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      row[i] = rows.row(kShared ? 0 : group.index * grid.rows_per_group() + r + i);
+      for (int i = 0; i < kPacks; ++i) {
+        loaded[i].load(states, 0, readable(column + i * step, params),
+                       [&](int s) { return s < params.num_splits; });
+      }
+      if (first == 0) {
+        const auto merged = lse.merged();
+        lse.get_shares(shares, merged);
+        write_lse(merged.lse);
+      }
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        float sum[kVector] = {};
+        add(sum, loaded[i], shares, params.num_splits);
+        write(column + i * step, sum);
+      }
     }
+  }
+
+  __device__ __forceinline__ void merge_many() const {
+    const auto merged = merge_by_group(states, params.num_splits, group);
+    write_lse(merged.lse);
+    // Which states the group takes.
+    const int share =
+        kShared ? (params.num_splits + group.count - 1) / group.count : params.num_splits;
+    const int begin = kShared ? min(group.index * share, params.num_splits) : 0;
+    const int end = min(begin + share, params.num_splits);
+    // All lanes take as many turns: groups that share add theirs together.
 #pragma unroll 1
     for (int first = 0; first < params.head_dim; first += group.lanes * kVector) {
-      // A lane past the row helps with the weights and reads what the first lane does.
       const int column = first + group.lane * kVector;
-      const bool inside = column < params.head_dim;
-      float sum[kRows][kVector] = {};
-      // `count` states from `state` on, whose shares each row's holders from `holder` on have.
-      const auto add = [&](int state, int count, const Shares& shares, int holder) {
-        LoadedStates<Partial, kVector, kStates> loaded[kRows];
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          loaded[i].load_from(StatesOfRow(all_states, row[i]), state, inside ? column : 0, shares,
-                              ((r + i) << grid.log2_holders) + holder);
-        }
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          loaded[i].add_to(sum[i], count, shares, ((r + i) << grid.log2_holders) + holder);
-        }
-      };
-      if constexpr (InFlight::kHoldsAll) {
-        add(0, params.num_splits, first_shares, 0);
-      } else {
-#pragma unroll 1
-        for (int base = 0; base < share; base += holders.lanes) {
-          const auto shares = base == 0 ? first_shares : held.shares(begin + base, end);
-          const int count = min(holders.lanes, share - base);
-#pragma unroll 1
-          for (int i = 0; i < count; i += kStates) add(begin + base + i, count - i, shares, i);
-        }
-      }
-      if constexpr (kShared) sum_over_groups(sum[0], group);
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (writes && row[i].exists && inside) {
-          store(static_cast<Out*>(params.out) + row[i].offset(params.out_strides) + column, sum[i]);
-        }
-      }
+      float sum[kVector] = {};
+      add_states(sum, begin, end, readable(column, params), merged);
+      if constexpr (kShared) sum_over_groups(sum, group);
+      write(column, sum);
     }
+  }
+
+ private:
+  __device__ __forceinline__ void add_states(float (&sum)[kVector], int begin, int end, int column,
+                                             const Merged<float>& merged) const {
+#pragma unroll 1
+    for (int s = begin; s < end; s += kStates) {
+      LseOfStates<kStates> lse;
+      lse.load(states, s, end);
+      MergeShare<float> shares[kStates];
+      lse.get_shares(shares, merged);
+      Loaded loaded;
+      loaded.load(states, s, column, [&](int i) { return shares[i].contributes; });
+      add(sum, loaded, shares, kStates);
+    }
+  }
+};
+
+template <typename Partial, typename Out, int kVector, typename InFlight, bool kShared,
+          typename States>
+__global__ void __launch_bounds__(kThreads<kShared>, kBlocksPerMultiprocessor<InFlight, kShared>)
+    combine_kernel(const __grid_constant__ CombineParams<float> params,
+                   const __grid_constant__ States all_states,
+                   const __grid_constant__ MergeGrid grid) {
+  const LaneGroup group(grid.log2_lanes);
+  const BlockRow row =
+      RowsOfBlock(params, grid, kShared ? 1 : group.count).row(kShared ? 0 : group.index);
+  const RowOfGroup<Partial, Out, kVector, InFlight, kShared, States> work{
+      params, group, row, RowStates<Partial, States>(all_states, row)};
+  if constexpr (InFlight::kHoldsAll) {
+    work.merge_few();
+  } else {
+    work.merge_many();
   }
 }
 
 template <typename Partial, typename Out, int kVector, typename States>
 void launch_combine(const CombineParams<float>& params, const States& states) {
-  const int64_t rows = num_positions(params) * params.num_heads;
+  const int64_t rows = int64_t{params.batch} * params.seqlen * params.num_heads;
   if (rows == 0) return;
-  dispatch_in_flight<Partial, kVector, 2>(params, [&](auto in_flight, MergeGrid grid) {
+  dispatch_in_flight<kVector>(params.num_splits, [&](auto in_flight) {
     using InFlight = decltype(in_flight);
-    auto* kernel = combine_kernel<Partial, Out, kVector, InFlight, false, States>;
+    const int log2_lanes = log2_lanes_of_row<Partial, InFlight>(params.head_dim);
+    const auto launch = [&](auto* kernel, int threads, int rows_per_block) {
+      const MergeGrid grid = merge_grid(params, log2_lanes, rows_per_block);
+      kernel<<<grid.blocks, threads, 0, params.stream>>>(params, states, grid);
+      cuda_check(cudaGetLastError(), "combine");
+    };
     // A list is too short for its states to be shared out.
-    if constexpr (std::is_same_v<InFlight, ManyStates> &&
-                  std::is_same_v<States, StackedStates<float>>) {
-      if (rows <= kFewRows && params.num_splits > ManyStates::kStates) {
-        grid.log2_holders = grid.log2_lanes;
-        grid.blocks = rows;
-        kernel = combine_kernel<Partial, Out, kVector, InFlight, true, States>;
+    if constexpr (!InFlight::kHoldsAll && std::is_same_v<States, StackedStates<float>>) {
+      if (rows <= kFewRows) {
+        return launch(combine_kernel<Partial, Out, kVector, InFlight, true, States>, kThreads<true>,
+                      1);
       }
     }
-    kernel<<<checked_blocks(grid.blocks), kMergeThreads, 0, params.stream>>>(params, states, grid);
-    cuda_check(cudaGetLastError(), "combine");
+    launch(combine_kernel<Partial, Out, kVector, InFlight, false, States>, kThreads<false>,
+           kThreads<false> >> log2_lanes);
   });
 }
 

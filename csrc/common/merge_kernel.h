@@ -1,12 +1,16 @@
 // What the two combine kernels share.
 //
-//     columns   a group of lanes, the smallest power of two up to a warp that covers a row with
-//               16-byte loads, walks over the states of its rows, one row at a time. Where an
-//               address does not allow it the lanes load single elements.
-//     states    the same lanes hold the lse of all those rows at once, a lane per state: with 8
-//               states a warp merges 4 rows together. Weights go to the columns by shuffle.
+// A group of lanes merges a row. Each lane loads 16 bytes of a state at a time, or a single element
+// where an address does not allow more, and of up to 8 states all that it needs before it uses any
+// of it. Every lane computes by itself what these are worth: the lse of a row are few bytes, which
+// the lanes of a group read at once, and no lane waits for another one. Of more states the lanes of
+// a group share out the lse, and a lane loads 4 at a time.
 //
-// Neither depends on strides or alignment: they change no bit of a merged state.
+// What limits a merge are not bytes in flight but instructions and what a warp waits for: at the
+// rate of a copy a warp of an H200 has 310 instructions for 1.5 kB, such as a row of 2 float32
+// states of d128 or as many bytes of narrower rows. This takes 130 to 180, all included.
+//
+// Neither strides nor alignment change a bit of a merged state.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,6 +20,8 @@
 #include <cstring>
 #include <limits>
 #include <stdexcept>
+#include <type_traits>
+#include <utility>
 
 #include "../params.h"
 #include "element.h"
@@ -24,38 +30,43 @@
 
 namespace neginf {
 
-constexpr int kMergeThreads = 256;
 template <typename Element>
 constexpr int kWide = kLoadBytes / static_cast<int>(sizeof(Element));
 
-// What a lane loads before it uses any of it: kStates states, a power of two, of kRows rows. With
-// kHoldsAll there are no more states than that, and each has a lane that holds its lse: a row takes
-// one turn, and no loop around it.
-template <int kStates_, int kRows_, bool kHoldsAll_>
+// What a lane loads of a row before it uses any of it: kPacks packs of kStates states. With
+// kHoldsAll there are no more states than that.
+template <int kStates_, int kPacks_, bool kHoldsAll_>
 struct InFlight {
   static constexpr int kStates = kStates_;
-  static constexpr int kRows = kRows_;
+  static constexpr int kPacks = kPacks_;
   static constexpr bool kHoldsAll = kHoldsAll_;
 };
 
-// Bytes per second of a copy's at 8 / 32 float32 states of d128: 4 states in flight 1.03 / 1.04, 8
-// (which leaves registers for fewer warps) 1.04 / 1.03, 2 1.02 / 1.03, but 0.80 at 8 of bfloat16.
+// Two packs: half as many lanes work out what the states of a row are worth. With four, rows have
+// so few lanes that a load takes 32 or 64 bytes of each: 2 bfloat16 states of d64 merged at 0.66 of
+// a copy's rate then, at 0.80 with two.
+using TwoStates = InFlight<2, 2, true>;
+using FourStates = InFlight<4, 2, true>;
+using EightStates = InFlight<8, 1, true>;
 using ManyStates = InFlight<4, 1, false>;
 
-// With few states not the bytes in flight are the limit but instructions. At the speed of a copy a
-// warp of an H200 has 310 for a row of 2 states and 512 bytes, or several of fewer bytes, and for
-// its share of what comes before its rows. ManyStates takes 330 to 490, of which idle states and
-// loops are the most: 0.82 of a copy for float32, 0.49 to 0.68 for 16 bits.
-using FourStates = InFlight<4, 1, true>;
-template <int kRows>
-using TwoStates = InFlight<2, kRows, true>;
-
-// A pack as it is loaded, in whole registers until it is used.
+// A pack as it is loaded and stored, in whole registers.
+struct alignas(16) Bits256 {
+  uint4 halves[2];
+};
 template <int kBytes>
 struct BitsOfSize;
 template <>
+struct BitsOfSize<32> {
+  using Type = Bits256;
+};
+template <>
 struct BitsOfSize<16> {
   using Type = uint4;
+};
+template <>
+struct BitsOfSize<8> {
+  using Type = uint2;
 };
 template <>
 struct BitsOfSize<4> {
@@ -69,27 +80,53 @@ template <typename Element, int kVector>
 using Bits = typename BitsOfSize<sizeof(Element) * kVector>::Type;
 
 template <int kVector, typename Element>
-__device__ __forceinline__ Bits<Element, kVector> load(const Element* from) {
+__device__ __forceinline__ Bits<Element, kVector> load_bits(const Element* from) {
   return *reinterpret_cast<const Bits<Element, kVector>*>(from);
 }
 
-template <typename Element, int kVector>
-__device__ __forceinline__ void unpack(float (&to)[kVector], Bits<Element, kVector> bits) {
-  Pack<Element, kVector> pack;
-  memcpy(&pack, &bits, sizeof pack);
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) to[i] = to_float(pack.at[i]);
+template <int kVector, typename Element>
+__device__ __forceinline__ void store_bits(Element* to, Bits<Element, kVector> bits) {
+  *reinterpret_cast<Bits<Element, kVector>*>(to) = bits;
 }
 
-// 1, 2, 4, ... or 32 neighbouring lanes. All lanes of a warp, whatever their group, must call the
-// same functions together: shuffles of a part of a warp are many times slower.
+template <typename Element, int kVector>
+__device__ __forceinline__ void unpack(float (&to)[kVector], const Bits<Element, kVector>& bits) {
+  if constexpr (std::is_same_v<Element, __nv_bfloat16> && kVector > 1) {
+    // The upper half of a float: two instructions for two, which convert in three.
+    unsigned pairs[kVector / 2];
+    memcpy(pairs, &bits, sizeof pairs);
+#pragma unroll
+    for (int i = 0; i < kVector; i += 2) {
+      to[i] = __uint_as_float(pairs[i / 2] << 16);
+      to[i + 1] = __uint_as_float(pairs[i / 2] & 0xffff0000u);
+    }
+  } else {
+    Pack<Element, kVector> pack;
+    memcpy(&pack, &bits, sizeof pack);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) to[i] = to_float(pack.at[i]);
+  }
+}
+
+template <typename Element, int kVector>
+__device__ __forceinline__ Bits<Element, kVector> rounded(const float (&from)[kVector]) {
+  Pack<Element, kVector> pack;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) round_to(pack.at[i], from[i]);
+  Bits<Element, kVector> bits;
+  memcpy(&bits, &pack, sizeof bits);
+  return bits;
+}
+
+// 2, 4, ... or 32 neighbouring lanes. All lanes of a warp, whatever their group, must call the same
+// functions together: shuffles of a part of a warp are many times slower.
 class LaneGroup {
  public:
   explicit __device__ LaneGroup(int log2_lanes)
       : lanes(1 << log2_lanes),
         lane(static_cast<int>(threadIdx.x) & (lanes - 1)),
         index(static_cast<int>(threadIdx.x) >> log2_lanes),
-        count(kMergeThreads >> log2_lanes) {}
+        count(static_cast<int>(blockDim.x) >> log2_lanes) {}
 
   // Over the lanes of the group, which all get the same bits: a tree whose two sides commute.
   template <int kCount, typename Operation>
@@ -117,14 +154,6 @@ class LaneGroup {
     return one[0];
   }
 
-  // x of a lane of the group.
-  __device__ float from_lane(float x, int i) const { return __shfl_sync(kAllLanes, x, i, lanes); }
-
-  // Bit i is that of lane i of the group; zeros above.
-  __device__ unsigned ballot(bool bit) const {
-    return __ballot_sync(kAllLanes, bit) >> (threadIdx.x % 32 - lane) & kAllLanes >> (32 - lanes);
-  }
-
   const int lanes;
   const int lane;   // which one of the group
   const int index;  // which group of the block
@@ -134,112 +163,141 @@ class LaneGroup {
   static constexpr unsigned kAllLanes = 0xffffffffu;
 };
 
-struct BlockRow : MergeRow {
-  bool exists;  // else the row is the last one, and nothing may be written
+// Division of numbers below 2^31 by one of them, as a multiplication. That the multiplier is
+// rounded up adds less than 1 / divisor to a quotient, which is too little to make it another one.
+class DivisionBy {
+ public:
+  explicit DivisionBy(unsigned divisor) : divisor_(divisor) {
+    while (uint64_t{1} << (shift_ - 31) < divisor) ++shift_;
+    multiplier_ = static_cast<unsigned>(((uint64_t{1} << shift_) + divisor - 1) / divisor);
+  }
+
+  __device__ unsigned quotient(unsigned x) const {
+    return static_cast<unsigned>(uint64_t{x} * multiplier_ >> shift_);
+  }
+  __device__ unsigned remainder(unsigned x, unsigned quotient) const {
+    return x - quotient * divisor_;
+  }
+
+ private:
+  unsigned divisor_;
+  unsigned multiplier_;
+  unsigned shift_ = 31;
 };
 
-NEGINF_HOST_DEVICE int64_t num_positions(const CombineInputs<float>& params) {
-  return static_cast<int64_t>(params.batch) * params.seqlen;
-}
+// How a launch divides the rows.
+struct MergeGrid {
+  int log2_lanes;    // of a group
+  bool along_batch;  // blocks take neighbours in the batch, else in a sequence
+  DivisionBy heads;
+  DivisionBy blocks_of_line;  // of positions or batch entries
+  unsigned blocks;
+};
 
-// The rows of a block are neighbouring positions of one head, whose lse are neighbours in memory;
-// blocks go through the heads first, whose states are.
+struct BlockRow : MergeRow {
+  bool exists;  // else the row is another one, and nothing may be written
+};
+
+// The rows of a block are neighbouring positions of one head, whose lse are neighbours in memory,
+// or where sequences are short the same position of several; blocks go through the heads first,
+// whose states are neighbours.
 class RowsOfBlock {
  public:
-  __device__ RowsOfBlock(const CombineInputs<float>& params, int rows_per_block)
-      : params_(params),
-        head_(static_cast<int>(blockIdx.x % static_cast<unsigned>(params.num_heads))) {
-    const int64_t first =
-        static_cast<int64_t>(blockIdx.x / static_cast<unsigned>(params.num_heads)) * rows_per_block;
-    batch_ = params.batch == 1 ? 0 : static_cast<unsigned>(first / params.seqlen);
-    row_ = static_cast<unsigned>(first - static_cast<int64_t>(batch_) * params.seqlen);
+  __device__ RowsOfBlock(const CombineInputs<float>& params, const MergeGrid& grid,
+                         unsigned rows_per_block)
+      : along_batch_(grid.along_batch), length_(along_batch_ ? params.batch : params.seqlen) {
+    const unsigned block = grid.heads.quotient(blockIdx.x);
+    head_ = grid.heads.remainder(blockIdx.x, block);
+    line_ = grid.blocks_of_line.quotient(block);
+    first_ = grid.blocks_of_line.remainder(block, line_) * rows_per_block;
   }
 
-  __device__ BlockRow row(int i) const {
-    const unsigned seqlen = params_.seqlen;
-    unsigned batch = batch_;
-    unsigned row = row_ + i;
-    if (row >= seqlen) {
-      batch += row / seqlen;  // in 32 bits, or it takes longer than the row
-      row %= seqlen;
-    }
-    const bool exists = batch < static_cast<unsigned>(params_.batch);
-    if (!exists) {
-      batch = params_.batch - 1;
-      row = seqlen - 1;
-    }
-    return {{static_cast<int>(batch), static_cast<int>(row), head_}, exists};
+  __device__ BlockRow row(unsigned i) const {
+    const bool exists = first_ + i < length_;
+    const unsigned at = exists ? first_ + i : length_ - 1;
+    return {{along_batch_ ? at : line_, along_batch_ ? line_ : at, head_}, exists};
   }
 
  private:
-  const CombineInputs<float>& params_;
-  int head_;
-  unsigned batch_, row_;  // of the first one
+  bool along_batch_;
+  unsigned length_;  // of a line
+  unsigned line_, head_, first_;
 };
 
-// What some states, one for each lane of a group, are to their merged rows.
-class Shares {
+// The lse of some states of a row.
+template <int kStates>
+class LseOfStates {
  public:
-  __device__ Shares(const MergeShare<float>& mine, const LaneGroup& group)
-      : contributing_(group.ballot(mine.contributes)), weight_(mine.weight), group_(group) {}
+  // Of empty ones.
+  __device__ LseOfStates() : LseOfStates(std::make_integer_sequence<int, kStates>()) {}
 
-  __device__ bool contributes(int lane) const { return contributing_ >> lane & 1; }
-  __device__ MergeShare<float> of(int lane) const {
-    return {contributes(lane), group_.from_lane(weight_, lane)};
+  // Of states first, first + 1, ... before `end`.
+  template <typename StatesOfRow>
+  __device__ void load(const StatesOfRow& states, int first, int end) {
+#pragma unroll
+    for (int i = 0; i < kStates; ++i) {
+      if (first + i < end) at_[i] = states.lse(first + i);
+    }
   }
-  __device__ MergeShare<float> mine() const { return {contributes(group_.lane), weight_}; }
 
- private:
-  unsigned contributing_;  // a bit for each lane
-  float weight_;
-  const LaneGroup& group_;
-};
-
-// The states of the rows of a group. Lane i of the group holds states of row i / holders.lanes:
-// i % holders.lanes, and every holders.lanes-th from there if that is too few lanes for a row.
-// StatesOfRow: those of the lane's row.
-template <typename StatesOfRow>
-class HeldStates {
- public:
-  static __device__ HeldStates of(const StatesOfRow& row, int num_states, const LaneGroup& group,
-                                  const LaneGroup& holders) {
-    const Lse first = holders.lane < num_states ? row.lse(holders.lane) : Lse::empty();
-    HeldStates states(row, group, holders, first);
+  __device__ Merged<float> merged() const {
     const auto for_each_state = [&](const auto& use) {
-    // Mostly one turn: unrolled, the loop would divide to count them.
-#pragma unroll 1
-      for (int s = holders.lane; s < num_states; s += holders.lanes) use(states.lse_of(s));
+#pragma unroll
+      for (int i = 0; i < kStates; ++i) use(at_[i]);
     };
-    states.merged_ = merge_by_lanes<float>(
-        for_each_state, [&](float x) { return holders.max(x); },
-        [&](float x) { return holders.sum(x); });
-    return states;
+    const auto alone = [](float x) { return x; };
+    return merge_by_lanes<float>(for_each_state, alone, alone);
   }
 
-  // Of the lane's row.
-  __device__ Lse merged_lse() const { return merged_.lse; }
-
-  // Of states base, base + 1, ... (one for each holder) before `end`.
-  __device__ Shares shares(int base, int end) const {
-    const int s = base + holders_.lane;
-    return {MergeShare<float>::of(s < end ? lse_of(s) : Lse::empty(), merged_), group_};
+  __device__ void get_shares(MergeShare<float> (&shares)[kStates],
+                             const Merged<float>& merged) const {
+#pragma unroll
+    for (int i = 0; i < kStates; ++i) shares[i] = MergeShare<float>::of(at_[i], merged);
   }
 
  private:
-  __device__ HeldStates(const StatesOfRow& row, const LaneGroup& group, const LaneGroup& holders,
-                        Lse first)
-      : row_(row), group_(group), holders_(holders), first_(first), merged_{first, 0.f, 0.f} {}
+  template <int... i>
+  explicit __device__ LseOfStates(std::integer_sequence<int, i...>)
+      : at_{(static_cast<void>(i), Lse::empty())...} {}
 
-  // The first lse of each lane stays in a register: where there is a lane for each state, none is
-  // read twice.
-  __device__ Lse lse_of(int s) const { return s == holders_.lane ? first_ : row_.lse(s); }
-
-  StatesOfRow row_;
-  const LaneGroup& group_;
-  const LaneGroup& holders_;
-  Lse first_;
-  Merged<float> merged_;
+  Lse at_[kStates];
 };
+
+// The merge of all states of a row by the lanes of a group, each of which reads some.
+template <typename StatesOfRow>
+__device__ Merged<float> merge_by_group(const StatesOfRow& states, int num_states,
+                                        const LaneGroup& group) {
+  const Lse first = group.lane < num_states ? states.lse(group.lane) : Lse::empty();
+  const auto for_each_state = [&](const auto& use) {
+    use(first);
+#pragma unroll 1
+    for (int s = group.lane + group.lanes; s < num_states; s += group.lanes) use(states.lse(s));
+  };
+  return merge_by_lanes<float>(
+      for_each_state, [&](float x) { return group.max(x); }, [&](float x) { return group.sum(x); });
+}
+
+// States of a row at a pack of columns; zero if not loaded.
+template <typename Partial, int kVector, int kStates>
+struct LoadedStates {
+  Bits<Partial, kVector> at[kStates];
+
+  // States first, first + 1, ... for which is_wanted(0), (1), ...
+  template <typename StatesOfRow, typename IsWanted>
+  __device__ void load(const StatesOfRow& states, int first, int column,
+                       const IsWanted& is_wanted) {
+#pragma unroll
+    for (int i = 0; i < kStates; ++i) {
+      at[i] = {};
+      if (is_wanted(i)) at[i] = load_bits<kVector>(states.out(first + i) + column);
+    }
+  }
+};
+
+// For a lane past the end of a row, which reads what the first lane does.
+__device__ __forceinline__ int readable(int column, const CombineInputs<float>& params) {
+  return column < params.head_dim ? column : 0;
+}
 
 // Whether every row of a tensor starts at an address that a pack needs.
 template <int kVector, typename Element>
@@ -261,57 +319,40 @@ bool allow_pack(const ListedStates<float>& states, int count) {
   });
 }
 
-// How a launch divides the work.
-struct MergeGrid {
-  int log2_lanes;    // of a group
-  int log2_holders;  // lanes for the states of one row; a group has as many rows as that leaves
-  int64_t blocks;
-
-  __host__ __device__ int rows_per_group() const { return 1 << (log2_lanes - log2_holders); }
-};
-
-template <typename Partial>
-MergeGrid merge_grid(const CombineInputs<float>& params, int states_in_flight) {
-  constexpr int64_t kManyBlocks = 1024;  // as fill any GPU: fewer rows a group before fewer blocks
+// log2 of the lanes of a group: at least one for each state.
+template <typename Partial, typename InFlight>
+int log2_lanes_of_row(int head_dim) {
   int log2_lanes = 0;
-  while (log2_lanes < 5 && (kWide<Partial> << log2_lanes) < params.head_dim) ++log2_lanes;
-  // Never so few holders that states in flight are of two rows.
-  int log2_holders = 0;
-  while ((1 << log2_holders) < std::max(params.num_splits, states_in_flight) &&
-         log2_holders < log2_lanes) {
-    ++log2_holders;
+  while ((1 << log2_lanes) < InFlight::kStates ||
+         (log2_lanes < 5 && (kWide<Partial> * InFlight::kPacks << log2_lanes) < head_dim)) {
+    ++log2_lanes;
   }
-  for (;; ++log2_holders) {
-    const int64_t rows = kMergeThreads >> log2_holders;
-    const int64_t blocks = (num_positions(params) + rows - 1) / rows * params.num_heads;
-    if (log2_holders == log2_lanes || blocks >= kManyBlocks) {
-      return {log2_lanes, log2_holders, blocks};
-    }
-  }
+  return log2_lanes;
 }
 
-// use(an InFlight, its MergeGrid). Of two states, those of kRowsOfTwo rows are in flight.
-template <typename Partial, int kVector, int kRowsOfTwo, typename Use>
-void dispatch_in_flight(const CombineInputs<float>& params, const Use& use) {
-  const auto holds_all = [&](auto in_flight, const MergeGrid& grid) {
-    return params.num_splits <= std::min(in_flight.kStates, 1 << grid.log2_holders) &&
-           grid.rows_per_group() >= in_flight.kRows;
-  };
-  const MergeGrid grid = merge_grid<Partial>(params, ManyStates::kStates);
+// use(an InFlight).
+template <int kVector, typename Use>
+void dispatch_in_flight(int num_states, const Use& use) {
   if constexpr (kVector > 1) {
-    using Two = TwoStates<kRowsOfTwo>;
-    const MergeGrid of_two = merge_grid<Partial>(params, Two::kStates);
-    if (holds_all(Two{}, of_two)) return use(Two{}, of_two);
-    if (holds_all(FourStates{}, grid)) return use(FourStates{}, grid);
+    if (num_states <= TwoStates::kStates) return use(TwoStates{});
+    if (num_states <= FourStates::kStates) return use(FourStates{});
   }
-  use(ManyStates{}, grid);
+  if (num_states <= EightStates::kStates) return use(EightStates{});
+  use(ManyStates{});
 }
 
-inline unsigned checked_blocks(int64_t blocks) {
+inline MergeGrid merge_grid(const CombineInputs<float>& params, int log2_lanes,
+                            int rows_per_block) {
+  const bool along_batch = params.seqlen < std::min(rows_per_block, params.batch);
+  const auto [length, lines] =
+      along_batch ? std::pair(params.batch, params.seqlen) : std::pair(params.seqlen, params.batch);
+  const int64_t blocks_of_line = (length + int64_t{rows_per_block} - 1) / rows_per_block;
+  const int64_t blocks = blocks_of_line * lines * params.num_heads;
   if (blocks > std::numeric_limits<int>::max()) {
     throw std::runtime_error("neginf: combine: more rows than a grid of blocks covers");
   }
-  return static_cast<unsigned>(blocks);
+  return {log2_lanes, along_batch, DivisionBy(params.num_heads),
+          DivisionBy(static_cast<unsigned>(blocks_of_line)), static_cast<unsigned>(blocks)};
 }
 
 template <typename Function>

@@ -27,6 +27,10 @@ struct MergeShare {
   NEGINF_HOST_DEVICE Real weighted(Real value) const {
     return contributes ? weight * value : Real(0);
   }
+  // sum + weighted(value) in one instruction, where the machine has it.
+  NEGINF_HOST_DEVICE Real add_weighted(Real sum, Real value) const {
+    return contributes ? sum + weight * value : sum;
+  }
 };
 
 }  // namespace neginf

@@ -10,12 +10,12 @@ namespace neginf {
 
 // One merged row.
 struct MergeRow {
-  int batch;
-  int row;
-  int head;
+  unsigned batch;
+  unsigned row;
+  unsigned head;
 
   NEGINF_HOST_DEVICE int64_t offset(const CombineStrides& strides) const {
-    return batch * strides.batch + row * strides.row + head * strides.head;
+    return batch * strides.batch + head * strides.head + row * strides.row;
   }
 };
 

@@ -24,10 +24,10 @@ void for_each_row(const CombineInputs<Real>& params, const Work& work) {
   at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
     std::vector<Real> scratch(params.head_dim);
     for (int64_t i = begin; i < end; ++i) {
-      const int head = static_cast<int>(i % params.num_heads);
       const int64_t token = i / params.num_heads;
-      work(MergeRow{static_cast<int>(token / params.seqlen),
-                    static_cast<int>(token % params.seqlen), head},
+      work(MergeRow{static_cast<unsigned>(token / params.seqlen),
+                    static_cast<unsigned>(token % params.seqlen),
+                    static_cast<unsigned>(i % params.num_heads)},
            scratch.data());
     }
   });
