@@ -1,8 +1,8 @@
 // Merges the states of the tiles of a decode that several workers shared.
 //
-// A block has some rows of a tile, and its warps share out these or the states of one, whatever
-// there is more of. It is so small that it fits beside the CTAs of the decode kernel: launched
-// while that runs, it finds its tile, then waits.
+// A warp has some rows of a tile, or some columns of one row, and needs no other warp. A block has
+// a warp for each quarter of a multiprocessor and fits beside the CTAs of the decode kernel:
+// launched while that runs, it finds its tiles, then waits.
 #include <algorithm>
 #include <limits>
 #include <stdexcept>
@@ -17,11 +17,13 @@
 namespace neginf {
 namespace {
 
-constexpr int kWarps = 2;
+constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kBlocksPerSm = 8;  // by registers
-constexpr int kVector = 4;       // columns of a lane at a time
-constexpr int kInFlight = 8;     // states whose columns a lane asks for at a time
+// By registers, 96 a thread: what a quarter of a multiprocessor has left beside 2 warps with 208.
+constexpr int kBlocksPerSm = 5;
+constexpr int kVector = 4;              // columns of a lane at a time
+constexpr int kInFlight = 8;            // states whose columns a lane asks for at a time
+constexpr int kMostLog2WarpsOfRow = 2;  // with many states and 128 columns each warp has some
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -34,13 +36,171 @@ __device__ __forceinline__ float reduce_warp(float x, const Operation& operation
   return x;
 }
 
+// Which rows a warp merges.
 struct CombineGrid {
-  // Where there are more tiles than workers, most are not shared: blocks go by the workers then,
+  // Where there are more tiles than workers, most are not shared: warps go by the workers then,
   // each of which begins one shared tile at most.
   bool by_workers;
-  int used_rows;       // of a tile
-  int blocks_of_tile;  // which take turns with its rows
-  int warps_of_row;
+  int tiles;              // or workers
+  int used_rows;          // of a tile
+  int rows_at_a_time;     // of a tile
+  int log2_warps_of_row;  // these share out its columns
+  int warps_of_tile;
+
+  static CombineGrid of(const DecodeParams<float>& params, const DecodeGrid& grid) {
+    const QueryPacking& packing = grid.tiles.packing;
+    // Of packed sequences the host does not know the lengths.
+    const int positions =
+        params.problem.cu_seqlens_q == nullptr
+            ? std::min(packing.positions, static_cast<int>(params.problem.total_q))
+            : packing.positions;
+    const int used_rows = packing.heads * positions;
+    const bool by_workers = grid.even_workers > 0 && grid.even_workers < grid.num_tiles();
+    const int64_t tiles = by_workers ? grid.even_workers : grid.num_tiles();
+    // One block fits a multiprocessor beside the CTAs of the decode kernel.
+    const int64_t room = std::max<int64_t>(1, int64_t{params.num_sms} * kWarps / tiles);
+    int log2_warps_of_row = 0;
+    while (log2_warps_of_row < kMostLog2WarpsOfRow &&
+           int64_t{used_rows} << (log2_warps_of_row + 1) <= room) {
+      ++log2_warps_of_row;
+    }
+    const int rows_at_a_time = static_cast<int>(
+        std::min<int64_t>(used_rows, std::max<int64_t>(1, room >> log2_warps_of_row)));
+    const int warps_of_tile = rows_at_a_time << log2_warps_of_row;
+    if (tiles > std::numeric_limits<int>::max() / warps_of_tile - kWarps) {
+      throw std::runtime_error("neginf: decode: more tiles than a grid of blocks covers");
+    }
+    return {by_workers,     static_cast<int>(tiles), used_rows,
+            rows_at_a_time, log2_warps_of_row,       warps_of_tile};
+  }
+
+  int num_blocks() const { return (tiles * warps_of_tile + kWarps - 1) / kWarps; }
+};
+
+// A row of a shared tile.
+template <typename Out>
+struct SharedRow {
+  int splits;
+  int head_dim_v;
+  int stride;  // from split to split, of out and of lse
+  int lse_stride;
+  const float* split_0;  // lies apart from the others
+  const float* split_1;
+  const Lse* lse_0;
+  const Lse* lse_1;
+  Out* out;
+  Lse* lse;
+
+  __device__ __forceinline__ Lse lse_of(int split) const {
+    if (split >= splits) return Lse::empty();
+    return split == 0 ? *lse_0 : lse_1[(split - 1) * lse_stride];
+  }
+
+  // Left to itself the compiler makes addresses where they are used, which is after the wait.
+  __device__ __forceinline__ void make_addresses_now() {
+    asm volatile("" : "+l"(split_0), "+l"(split_1), "+l"(lse_0), "+l"(lse_1), "+l"(out), "+l"(lse));
+  }
+
+  // Share `part` of its columns.
+  __device__ __forceinline__ void merge(int part, int parts) const {
+    // A sum goes by the number of states and by nothing else.
+    if (splits <= kInFlight) {
+      merge<1>(part, parts);
+    } else if (splits <= 2 * kInFlight) {
+      merge<2>(part, parts);
+    } else {
+      merge<4>(part, parts);
+    }
+  }
+
+ private:
+  // The more states there are, the more of them the lanes share out, and the fewer columns.
+  template <int kStates>
+  __device__ __forceinline__ void merge(int part, int parts) const {
+    constexpr int kLanes = 32 / kStates;
+    constexpr int kColumns = kLanes * kVector;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int first_state = lane / kLanes;
+    const Lse lse_of_lane = lse_of(lane);
+    Merged<float> merged{lse_of_lane, 0.f, 0.f};
+#pragma unroll 1
+    for (int first = part * kColumns; first < head_dim_v; first += parts * kColumns) {
+      const int column = first + lane % kLanes * kVector;
+      const bool inside = column < head_dim_v;
+      float sum[kVector] = {};
+#pragma unroll 1
+      for (int base = 0; base < splits; base += kInFlight * kStates) {
+        // States are asked for before it is known what they are worth.
+        float states[kInFlight][kVector];
+        const int left = inside ? splits - base - first_state : 0;
+        const float* from = split_1 + int64_t{base + first_state - 1} * stride + column;
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i, from += kStates * stride) {
+          if (i * kStates >= left) continue;
+          load_values(states[i], i == 0 && base + first_state == 0 ? split_0 + column : from);
+        }
+        if (first == part * kColumns && base == 0) {
+          merged = merge_by_lanes<float>(
+              [&](const auto& use) {
+                use(lse_of_lane);
+#pragma unroll 1
+                for (int s = lane + 32; s < splits; s += 32) use(lse_of(s));
+              },
+              [](float x) { return reduce_warp(x, running_max<float>); },
+              [](float x) { return reduce_warp(x, [](float a, float b) { return a + b; }); });
+        }
+        // Lane i knows what state base + i is worth.
+        const auto share =
+            MergeShare<float>::of(base == 0 ? lse_of_lane : lse_of(base + lane), merged);
+        const unsigned contributing = __ballot_sync(kAllLanes, share.contributes) >> first_state;
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          const MergeShare<float> of_state{
+              (contributing >> i * kStates & 1) != 0,
+              __shfl_sync(kAllLanes, share.weight, first_state + i * kStates)};
+#pragma unroll
+          for (int j = 0; j < kVector; ++j) {
+            // As weighted(), in one instruction less.
+            sum[j] = fmaf(of_state.weight, of_state.contributes ? states[i][j] : 0.f, sum[j]);
+          }
+        }
+      }
+#pragma unroll
+      for (int distance = 16; distance >= kLanes; distance /= 2) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) sum[j] += __shfl_xor_sync(kAllLanes, sum[j], distance);
+      }
+      if (inside && first_state == 0) store(out + column, sum);
+    }
+    if (part == 0 && lane == 0) *lse = merged.lse;
+  }
+};
+
+// What a warp merges; in shared memory, as it is short of registers.
+struct MergedTile {
+  int sequence;
+  Sequence queries;
+  int first_row;  // in the sequence
+  HeadTile heads;
+  TileSplits splits;
+
+  // Whether this number has a tile that is shared. By all lanes of a warp.
+  static __device__ __forceinline__ bool find(const DecodeParams<float>& params,
+                                              const DecodeGrid& grid, bool by_workers, int number,
+                                              MergedTile& tile) {
+    DecodePlan plan(params, grid);
+    plan.divide();
+    DecodeSegment segment;
+    const bool found =
+        by_workers ? plan.find_tile_begun_by(number, segment) : plan.find_tile(number, segment);
+    if (!found || segment.splits.count == 1) return false;
+    if (threadIdx.x % 32 == 0) {
+      tile = {segment.sequence, segment.queries, segment.first_row,
+              HeadTile::of(grid.tiles, segment.head_tile), segment.splits};
+    }
+    __syncwarp();
+    return true;
+  }
 };
 
 template <typename Out>
@@ -48,142 +208,56 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     combine_decode_kernel(const __grid_constant__ DecodeParams<float> params,
                           const __grid_constant__ DecodeGrid grid,
                           const __grid_constant__ DecodeSlots slots,
-                          const __grid_constant__ CombineGrid blocks) {
-  __shared__ float of_warps[kWarps][32 * kVector];
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int number = static_cast<int>(blockIdx.x) / blocks.blocks_of_tile;
-  const int block_of_tile = static_cast<int>(blockIdx.x) - number * blocks.blocks_of_tile;
+                          const __grid_constant__ CombineGrid warps) {
+  const int warp = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
+  const int number = warp / warps.warps_of_tile;
+  const int warp_of_tile = warp - number * warps.warps_of_tile;
+  const int turn = warp_of_tile >> warps.log2_warps_of_row;
+  const int part = warp_of_tile - (turn << warps.log2_warps_of_row);
 
-  DecodePlan plan(params, grid);
-  DecodeSegment segment;
-  const bool found = blocks.by_workers ? plan.find_tile_begun_by(number, segment)
-                                       : plan.find_tile(number, segment);
-  // Also where there is nothing to do: this kernel must not end before the one that it merges for.
-  wait_for_earlier_kernels();
-  if (!found || segment.splits.count == 1) return;
-
-  const TileSplits& splits = segment.splits;
-  const QueryPacking& packing = grid.tiles.packing;
-  const HeadTile heads = HeadTile::of(grid.tiles, segment.head_tile);
-  const int rows_at_a_time = kWarps / blocks.warps_of_row;
-  const int part = warp % blocks.warps_of_row;
-  for (int first_row = block_of_tile * rows_at_a_time; first_row < blocks.used_rows;
-       first_row += blocks.blocks_of_tile * rows_at_a_time) {
-    const int p = first_row + warp / blocks.warps_of_row;
-    const int position = packing.position_of(p);
-    const int head_in_tile = p - position * packing.heads;
-    const int head = heads.head + head_in_tile;
-    const int row = segment.first_row + position;
-    const bool exists =
-        p < blocks.used_rows && head_in_tile < heads.heads && row < segment.queries.rows;
-    const int count = exists ? splits.count : 0;
-    const auto offset = [&](int64_t batch, int64_t head_stride, int64_t row_stride) {
-      return segment.sequence * batch + head * head_stride +
-             (segment.queries.first_row + row) * row_stride;
-    };
-
-    const auto lse_of = [&](int split) {
-      return split < count ? slots.lse_of(splits.slot(split))[p] : Lse::empty();
-    };
-    const Lse first_lse = lse_of(lane);
-    Merged<float> merged{first_lse, 0.f, 0.f};
-    Out* out = static_cast<Out*>(params.out) +
-               offset(params.out_strides.batch, params.out_strides.head, params.out_strides.row);
-#pragma unroll 1
-    for (int first = 0; first < slots.head_dim_v; first += 32 * kVector) {
-      const int column = first + lane * kVector;
-      const bool inside = column < slots.head_dim_v;
-      float sum[kVector] = {};
-#pragma unroll 1
-      for (int base = 0; base < count; base += 32) {
-        // Lane i knows what state base + i is worth.
-        unsigned contributing = 0;
-        float weight = 0.f;
-        const int end = min(32, count - base);
-#pragma unroll 1
-        for (int split = part; split < end; split += kInFlight * blocks.warps_of_row) {
-          // States are asked for before it is known what they are worth.
-          float states[kInFlight][kVector];
-#pragma unroll
-          for (int i = 0; i < kInFlight; ++i) {
-            const int s = split + i * blocks.warps_of_row;
-            if (s >= end || !inside) continue;
-            load_values(states[i],
-                        slots.out_of(splits.slot(base + s)) + p * slots.head_dim_v + column);
-          }
-          if (first == 0 && base == 0 && split == part) {
-            merged = merge_by_lanes<float>(
-                [&](const auto& use) {
-                  use(first_lse);
-#pragma unroll 1
-                  for (int s = lane + 32; s < count; s += 32) use(lse_of(s));
-                },
-                [](float x) { return reduce_warp(x, running_max<float>); },
-                [](float x) { return reduce_warp(x, [](float a, float b) { return a + b; }); });
-          }
-          if (split == part) {
-            const auto share =
-                MergeShare<float>::of(base == 0 ? first_lse : lse_of(base + lane), merged);
-            contributing = __ballot_sync(kAllLanes, share.contributes);
-            weight = share.weight;
-          }
-#pragma unroll
-          for (int i = 0; i < kInFlight; ++i) {
-            const int s = split + i * blocks.warps_of_row;
-            const MergeShare<float> share{(contributing >> (s % 32) & 1) != 0,
-                                          __shfl_sync(kAllLanes, weight, s)};
-            if (s >= end) continue;
-#pragma unroll
-            for (int j = 0; j < kVector; ++j) sum[j] += share.weighted(states[i][j]);
-          }
-        }
-      }
-      if (blocks.warps_of_row > 1) {
-        store(of_warps[warp] + lane * kVector, sum);
-        __syncthreads();
-#pragma unroll 1
-        for (int w = 1; part == 0 && w < blocks.warps_of_row; ++w) {
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) sum[i] += of_warps[warp + w][lane * kVector + i];
-        }
-        __syncthreads();
-      }
-      if (exists && inside && part == 0) store(out + column, sum);
-    }
-    if (exists && part == 0 && lane == 0) {
-      params.lse[offset(params.lse_strides.batch, params.lse_strides.head, 1)] = merged.lse;
-    }
+  allow_dependent_launch();
+  __shared__ MergedTile of_warps[kWarps];
+  MergedTile& tile = of_warps[threadIdx.x / 32];
+  if (number >= warps.tiles || !MergedTile::find(params, grid, warps.by_workers, number, tile)) {
+    // This kernel must not end before the one that it merges for.
+    wait_for_earlier_kernels();
+    return;
   }
+#pragma unroll 1
+  for (int p = turn; p < warps.used_rows; p += warps.rows_at_a_time) {
+    const int position = grid.tiles.packing.position_of(p);
+    const int head_in_tile = p - position * grid.tiles.packing.heads;
+    const int row = tile.first_row + position;
+    if (head_in_tile >= tile.heads.heads || row >= tile.queries.rows) continue;
+    const auto offset = [&](int64_t batch, int64_t head_stride, int64_t row_stride) {
+      return tile.sequence * batch + (tile.heads.head + head_in_tile) * head_stride +
+             (tile.queries.first_row + row) * row_stride;
+    };
+    SharedRow<Out> shared{
+        tile.splits.count,
+        slots.head_dim_v,
+        slots.rows * slots.head_dim_v,
+        slots.rows,
+        slots.out_of(tile.splits.first_slot) + p * slots.head_dim_v,
+        slots.out_of(tile.splits.second_slot) + p * slots.head_dim_v,
+        slots.lse_of(tile.splits.first_slot) + p,
+        slots.lse_of(tile.splits.second_slot) + p,
+        static_cast<Out*>(params.out) +
+            offset(params.out_strides.batch, params.out_strides.head, params.out_strides.row),
+        params.lse + offset(params.lse_strides.batch, params.lse_strides.head, 1)};
+    shared.make_addresses_now();
+    wait_for_earlier_kernels();
+    shared.merge(part, 1 << warps.log2_warps_of_row);
+  }
+  wait_for_earlier_kernels();  // if no row was one of the tile
 }
 
 template <typename Out>
 void launch(const DecodeParams<float>& params, const DecodeGrid& grid, const DecodeSlots& slots) {
-  const QueryPacking& packing = grid.tiles.packing;
-  // Of packed sequences the host does not know the lengths.
-  const int positions = params.problem.cu_seqlens_q == nullptr
-                            ? std::min(packing.positions, static_cast<int>(params.problem.total_q))
-                            : packing.positions;
-  const int used_rows = packing.heads * positions;
-  const bool by_workers = grid.even_workers > 0 && grid.even_workers < grid.num_tiles();
-  const int64_t tiles = by_workers ? grid.even_workers : grid.num_tiles();
-  // By the mean number of states.
-  const int64_t states = std::min<int64_t>(grid.num_workers() / tiles, kWarps);
-  int warps_of_row = 1;
-  while (warps_of_row * 2 <= states) warps_of_row *= 2;
-  // One block fits a multiprocessor beside the CTAs of the decode kernel.
-  const int rows_at_a_time = kWarps / warps_of_row;
-  const int64_t room = std::max<int64_t>(1, params.num_sms / tiles);
-  const int blocks_of_tile =
-      static_cast<int>(std::min<int64_t>(room, (used_rows + rows_at_a_time - 1) / rows_at_a_time));
-  const int64_t blocks = tiles * blocks_of_tile;
-  if (blocks > std::numeric_limits<int>::max()) {
-    throw std::runtime_error("neginf: decode: more tiles than a grid of blocks covers");
-  }
+  const auto warps = CombineGrid::of(params, grid);
   prefer_shared_memory<combine_decode_kernel<Out>>();
-  launch_dependent(combine_decode_kernel<Out>, static_cast<unsigned>(blocks), kThreads,
-                   params.stream, params, grid, slots,
-                   CombineGrid{by_workers, used_rows, blocks_of_tile, warps_of_row});
+  launch_dependent(combine_decode_kernel<Out>, static_cast<unsigned>(warps.num_blocks()), kThreads,
+                   0, params.stream, params, grid, slots, warps);
 }
 
 }  // namespace

@@ -22,12 +22,13 @@
 
 namespace neginf {
 
-// What the host knows of it. A division costs a CTA as much as a load, so that there are few.
+// What the host knows of it.
 struct DecodeGrid {
   ForwardGrid tiles;
   int log2_block_n;
   int row_tiles_of_sequence;  // 0: the sequences are packed
   int even_workers;           // 0: by tile
+  float share_of_worker;      // 1 / even_workers or a little less
   int splits;                 // by tile: the most of a tile
   int blocks_per_split;       // by tile: 0 for `splits` equal shares
 
@@ -66,26 +67,26 @@ struct DecodeSegment {
 #if defined(__CUDACC__)
 
 // For a warp, whose lanes must call everything together: lane i looks at every 32nd sequence from
-// number i on. The code of a CTA's first microseconds comes from far away as well, so that what one
-// chunk of 32 sequences needs is written, and run, once.
+// number i on. Until a CTA knows its place it reads nothing, and what it does to find it is one
+// chain: each instruction waits for the one before, and its code comes from far away. So there are
+// few, and no divisions where a quotient that is one too large does no harm.
 class DecodePlan {
  public:
   __device__ __forceinline__ DecodePlan(const DecodeParams<float>& params, const DecodeGrid& grid)
-      : params_(params), grid_(grid) {
-    if (grid.even_workers == 0) return;
+      : params_(params), grid_(grid) {}
+
+  // How much each worker gets. Before anything else.
+  __device__ __forceinline__ void divide() {
+    if (grid_.even_workers == 0) return;
     int total = 0;
-#pragma unroll 1
-    for (int chunk = num_chunks() - 1; chunk >= 0; --chunk) {
-      look_at(chunk);
-      total += mine_.units();
-    }
+    for_each_chunk([&] { total += mine_.units(); });
     total = sum(total);
-    workers_ = min(grid.even_workers, total);
-    if (workers_ == 0) return;
-    share_ = total / workers_;
-    longer_ = total - share_ * workers_;
     // With more tiles than workers there are not enough of these.
-    if (grid.num_tiles() <= grid.even_workers) align(total);
+    if (grid_.num_tiles() <= grid_.even_workers && align(total)) return;
+    workers_ = min(grid_.even_workers, total);
+    if (workers_ == 0) return;
+    share_ = quotient(total, workers_);
+    longer_ = total - share_ * workers_;
   }
 
   // From now on next() gives the segments of this worker.
@@ -138,7 +139,11 @@ class DecodePlan {
 
  private:
   static constexpr unsigned kAllLanes = 0xffffffffu;
-  static __device__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  static __device__ int lane() { return static_cast<int>(threadIdx.x & 31); }
+  // Of numbers that are not negative: half as many instructions as with a sign.
+  static __device__ int quotient(int a, int b) {
+    return static_cast<int>(static_cast<unsigned>(a) / static_cast<unsigned>(b));
+  }
   static __device__ __forceinline__ int sum(int x) { return __reduce_add_sync(kAllLanes, x); }
 
   // A sequence as the plan sees it.
@@ -166,8 +171,8 @@ class DecodePlan {
   __device__ __forceinline__ Tiles tiles_of(int index) const {
     const Problem<float>& problem = params_.problem;
     const int positions = grid_.tiles.packing.positions;
-    const Sequence queries = query_sequence(problem, index);
     const auto cached = CachedSequence::of(params_.cache, problem, index);
+    const Sequence queries = query_sequence(problem, index);
     const Range visible = mask_of(problem, queries, cached.keys).visible_keys();
     const int round_up = (1 << grid_.log2_block_n) - 1;
     const Range blocks = visible.empty() ? Range{0, 0}
@@ -176,15 +181,7 @@ class DecodePlan {
     const int row_tiles = grid_.row_tiles_of_sequence > 0
                               ? grid_.row_tiles_of_sequence
                               : (queries.rows + positions - 1) / positions;
-    return {queries,   cached,
-            row_tiles, row_tiles * grid_.tiles.head_tiles,
-            blocks,    units(blocks, blocks_of_unit_)};
-  }
-
-  // Of a tile with these blocks.
-  static __device__ __forceinline__ int units(Range blocks, int blocks_of_unit) {
-    const int size = blocks.empty() ? 1 : blocks.size();
-    return blocks_of_unit == 1 ? size : (size + blocks_of_unit - 1) / blocks_of_unit;
+    return {queries, cached, row_tiles, row_tiles * grid_.tiles.head_tiles, blocks, 0};
   }
 
   __device__ int num_sequences() const {
@@ -195,35 +192,66 @@ class DecodePlan {
   __device__ __forceinline__ void look_at(int chunk) {
     if (chunk == chunk_) return;
     chunk_ = chunk;
+    const int last = num_sequences() - 1;
     const int index = 32 * chunk + lane();
-    mine_ = index < num_sequences() ? tiles_of(index) : Tiles{};
+    mine_ = tiles_of(min(index, last));
+    if (index > last) mine_.count = 0;
+    mine_.units_of_tile = units_of_tile(blocks_of_unit_, unit_reciprocal_);
+  }
+
+  // Calls f with each chunk in its turn, the first one last.
+  template <typename F>
+  __device__ __forceinline__ void for_each_chunk(const F& f) {
+    int chunk = num_chunks() - 1;
+#pragma unroll 1
+    do {
+      look_at(chunk);
+      f();
+    } while (--chunk >= 0);
+  }
+
+  // 1 / x or a little more.
+  static __device__ __forceinline__ float reciprocal(int x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(__int2float_rd(x)));
+    return __fmul_ru(result, 1.f + 0x1p-22f);
+  }
+
+  // Units of a tile of this lane's sequence. One too many, as there may be if it has millions of
+  // blocks, is a unit without keys.
+  __device__ __forceinline__ int units_of_tile(int blocks_of_unit, float reciprocal) const {
+    const int blocks = max(1, mine_.blocks.size());
+    return blocks_of_unit == 1
+               ? blocks
+               : __float2int_rz(__fmul_ru(__int2float_ru(blocks - 1), reciprocal)) + 1;
   }
 
   // Makes a unit the shortest stretch with which there are workers enough to give each one of a
   // single tile, if it is less than kTries blocks longer than need be, which is about what a second
   // tile costs.
-  __device__ __forceinline__ void align(int total) {
+  __device__ __forceinline__ bool align(int total) {
     constexpr int kTries = 4;
-    const int shortest = (total + grid_.even_workers - 1) / grid_.even_workers;
+    const int shortest = __float2int_ru(__fmul_rd(__int2float_rd(total), grid_.share_of_worker));
+    float reciprocals[kTries];
     int needed[kTries] = {};
-#pragma unroll 1
-    for (int chunk = num_chunks() - 1; chunk >= 0; --chunk) {
-      look_at(chunk);
+#pragma unroll
+    for (int i = 0; i < kTries; ++i) reciprocals[i] = reciprocal(shortest + i);
+    for_each_chunk([&] {
 #pragma unroll
       for (int i = 0; i < kTries; ++i) {
-        needed[i] += mine_.count * units(mine_.blocks, shortest + i);
+        needed[i] += mine_.count * units_of_tile(shortest + i, reciprocals[i]);
       }
-    }
+    });
 #pragma unroll
     for (int i = kTries - 1; i >= 0; --i) {
       needed[i] = sum(needed[i]);
       if (needed[i] > grid_.even_workers) continue;
       blocks_of_unit_ = shortest + i;
+      unit_reciprocal_ = reciprocals[i];
       workers_ = needed[i];
-      share_ = 1;
-      longer_ = 0;
     }
-    mine_.units_of_tile = units(mine_.blocks, blocks_of_unit_);
+    mine_.units_of_tile = units_of_tile(blocks_of_unit_, unit_reciprocal_);
+    return workers_ > 0;
   }
 
   // The first longer_ workers have a unit more than the others.
@@ -231,7 +259,8 @@ class DecodePlan {
   __device__ int worker_of(int unit) const {
     if (share_ == 1 && longer_ == 0) return unit;
     const int of_longer = longer_ * (share_ + 1);
-    return unit < of_longer ? unit / (share_ + 1) : longer_ + (unit - of_longer) / share_;
+    return unit < of_longer ? quotient(unit, share_ + 1)
+                            : longer_ + quotient(unit - of_longer, share_);
   }
 
   // The sequence that a unit belongs to, which comes after those asked for before. Also sets index_
@@ -273,10 +302,10 @@ class DecodePlan {
   __device__ __forceinline__ DecodeSegment of_unit(const Tiles& tiles, int unit) {
     const int size = tiles.units_of_tile;
     const int in_sequence = unit - first_unit_;
-    const int tile = in_sequence / size;
+    const int tile = quotient(in_sequence, size);
     const int first = in_sequence - tile * size;
     segment_units_ = min(size - first, end_ - unit);
-    const int head_tile = tiles.row_tiles == 1 ? tile : tile / tiles.row_tiles;
+    const int head_tile = tiles.row_tiles == 1 ? tile : quotient(tile, tiles.row_tiles);
     const int row_tile = tile - head_tile * tiles.row_tiles;
     const int first_worker = first == 0 ? worker_ : worker_of(unit - first);
     const int last_worker = worker_of(unit - first + size - 1);
@@ -326,8 +355,9 @@ class DecodePlan {
   // Even:
   int end_ = 0;
   int blocks_of_unit_ = 1;
+  float unit_reciprocal_ = 1.f;
   int workers_ = 0;
-  int share_ = 0;
+  int share_ = 1;
   int longer_ = 0;
   int chunk_ = -1;
   Tiles mine_{};          // sequence 32 * chunk_ + lane()

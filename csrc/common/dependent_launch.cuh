@@ -22,9 +22,10 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 #endif
 }
 
-// A kernel that calls wait_for_earlier_kernels() before it reads or writes memory.
+// A kernel that calls wait_for_earlier_kernels() before it reads or writes memory. Early on sm90
+// only: later GPUs may run code that was made for sm80, in which there is no wait.
 template <typename... Args>
-void launch_dependent(void (*kernel)(Args...), unsigned blocks, unsigned threads,
+void launch_dependent(void (*kernel)(Args...), unsigned blocks, unsigned threads, int shared_bytes,
                       CUstream_st* stream, const Args&... args) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -32,9 +33,10 @@ void launch_dependent(void (*kernel)(Args...), unsigned blocks, unsigned threads
   cudaLaunchConfig_t config{};
   config.gridDim = blocks;
   config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = current_compute_capability() >= 90 ? 1 : 0;
+  config.numAttrs = current_compute_capability() == 90 ? 1 : 0;
   cuda_check(cudaLaunchKernelEx(&config, kernel, args...), "dependent launch");
 }
 

@@ -10,7 +10,7 @@
 //              | cp.async, kStages - 1 slices ahead                            ^
 //   shared     ring[warp][stage]                          states of the warps -'
 //              | ldmatrix                                    ^
-//   registers  S = Q K^T -> mask -> softmax -> O += P V -----'   Q: there from the start
+//   registers  S = Q K^T -> mask -> softmax -> O += P V -----'   Q: comes with the first slice
 //
 // A row's bits depend on its own keys only: not on other rows of the tile, nor on other sequences
 // unless these move the ends of segments.
@@ -66,6 +66,11 @@ struct DecodeWork : ForwardWork {
             mask.keys_of_rows(rows),
             mask.keys_common_to_rows(rows)};
   }
+
+  // Rows from here on are nobody's.
+  __device__ __forceinline__ int used_rows() const {
+    return min(packing.positions, tile.sequence.rows - tile.first_row) * packing.heads;
+  }
 };
 
 // ------------------------------------------------------------------------------------------ traits
@@ -113,8 +118,8 @@ struct DecodeTraits {
     float row_max[kWarps][kRows];
     float row_sum[kWarps][kRows];
     bool has_work;
-    DecodeSegment segment;
     DecodeWork work;
+    TileSplits splits;
   };
   static_assert(sizeof(SharedStorage) * Tile::kBlocksPerSm <= Tile::kSharedBytes);
 };
@@ -153,7 +158,6 @@ class SliceLoader {
       }
       look_up(first_key + Traits::kBlockN);
     }
-    cp_async_fence();
   }
 
  private:
@@ -256,31 +260,56 @@ class SliceLoader {
 
 // ---------------------------------------------------------------------------------------- mainloop
 
-// The rows of Q as A operands, in registers.
+// The first `rows` rows of Q to shared memory, by `threads` threads.
+template <typename Traits>
+__device__ __forceinline__ void issue_queries(const DecodeParams<float>& params,
+                                              const DecodeWork& work, const void* buffer, int rows,
+                                              int thread, int threads) {
+  using SharedQueries = typename Traits::SharedQueries;
+  const int chunk = thread % SharedQueries::kChunks;
+  CUTE_NO_UNROLL
+  for (int p = thread / SharedQueries::kChunks; p < rows; p += threads / SharedQueries::kChunks) {
+    const DecodeWork::Row row = work.row(p);
+    const bool exists = row.exists && row.position < work.tile.sequence.length;
+    const uint32_t to = cast_smem_ptr_to_uint(buffer) + SharedQueries::offset(p, chunk);
+    const char* from =
+        static_cast<const char*>(params.q) + 2 * work.offset(row, params.q_strides) + chunk * 16;
+    CUTE_UNROLL
+    for (int b = 0; b < SharedQueries::kBlocks; ++b) {
+      cp_async_16(to + b * SharedQueries::kBlockBytes, from + b * SharedQueries::kRowBytes,
+                  exists && chunk * 8 + b * SharedQueries::kWidth < params.problem.head_dim);
+    }
+  }
+}
+
+// The rows of Q as A operands. They come with a warp's first slice, behind it, and in the stage
+// that is to be filled next.
 template <typename Traits>
 class QueryOperand {
   static constexpr int kHeadDim = Traits::kHeadDim;
+  static_assert(Traits::kSharesQueries || Traits::kRows <= Traits::kKeys);
 
  public:
-  __device__ __forceinline__ QueryOperand(const DecodeParams<float>& params,
-                                          const DecodeWork& work) {
-    const int lane = thread_index() % 32;
+  static __device__ __forceinline__ void issue(const DecodeParams<float>& params,
+                                               const DecodeWork& work,
+                                               typename Traits::SharedStorage& shared, int warp) {
+    issue_queries<Traits>(params, work, buffer(shared, warp), work.used_rows(),
+                          thread_index_again() % 32, 32);
+  }
+  __device__ __forceinline__ void arrive(const DecodeWork& work,
+                                         typename Traits::SharedStorage& shared, int warp) {
+    using Operand = OperandA<typename Traits::SharedQueries, 1>;
+    const int lane = thread_index_again() % 32;
+    const uint32_t address = cast_smem_ptr_to_uint(buffer(shared, warp)) + Operand::begin(lane, 0);
+    const int used_rows = work.used_rows();
     CUTE_UNROLL
-    for (int m = 0; m < Traits::kM; ++m) {
+    for (int k = 0; k < kHeadDim / 16; ++k) {
       CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        const DecodeWork::Row row = work.row(16 * m + 8 * half + lane / 4);
-        const bool exists = row.exists && row.position < work.tile.sequence.length;
-        const uint32_t* from = reinterpret_cast<const uint32_t*>(
-            static_cast<const char*>(params.q) + 2 * work.offset(row, params.q_strides));
+      for (int m = 0; m < Traits::kM; ++m) {
+        ldmatrix(at_[k][m], Operand::at(address, m, k));
         CUTE_UNROLL
-        for (int k = 0; k < kHeadDim / 16; ++k) {
-          CUTE_UNROLL
-          for (int upper = 0; upper < 2; ++upper) {
-            const int column = 16 * k + 8 * upper + 2 * (lane % 4);
-            at_[k][m][half + 2 * upper] =
-                exists && column < params.problem.head_dim ? from[column / 2] : 0u;
-          }
+        for (int i = 0; i < 4; ++i) {
+          if (16 * m + i % 2 * 8 + lane / 4 >= used_rows) at_[k][m][i] = 0;
         }
       }
     }
@@ -292,33 +321,29 @@ class QueryOperand {
   }
 
  private:
+  static __device__ __forceinline__ const void* buffer(const typename Traits::SharedStorage& shared,
+                                                       int warp) {
+    return shared.of_warp[warp].ring[Traits::kStages - 1].k;
+  }
+
   uint32_t at_[kHeadDim / 16][Traits::kM][4];
 };
 
+// The same where registers are too few: all warps read one copy.
 template <typename Traits>
 class SharedQueryOperand {
-  using SharedQueries = typename Traits::SharedQueries;
-  using Operand = OperandA<SharedQueries, 1>;
+  using Operand = OperandA<typename Traits::SharedQueries, 1>;
 
  public:
-  // By all threads of the CTA.
-  __device__ __forceinline__ SharedQueryOperand(const DecodeParams<float>& params,
-                                                const DecodeWork& work,
-                                                typename Traits::Element* buffer)
-      : address_(cast_smem_ptr_to_uint(buffer) + Operand::begin(thread_index() % 32, 0)) {
-    constexpr int kChunks = Traits::kHeadDim / 8;
-    for (int i = thread_index(); i < Traits::kRows * kChunks; i += Traits::kThreads) {
-      const DecodeWork::Row row = work.row(i / kChunks);
-      const bool exists = row.exists && row.position < work.tile.sequence.length;
-      const int chunk = i % kChunks;
-      const char* from =
-          static_cast<const char*>(params.q) + 2 * work.offset(row, params.q_strides) + chunk * 16;
-      cp_async_16(cast_smem_ptr_to_uint(buffer) +
-                      SharedQueries::move(SharedQueries::offset(i / kChunks, 0), 0, chunk),
-                  from, exists && chunk * 8 < params.problem.head_dim);
-    }
-    cp_async_fence();
-    cp_async_wait<0>();
+  static __device__ __forceinline__ void issue(const DecodeParams<float>& params,
+                                               const DecodeWork& work,
+                                               typename Traits::SharedStorage& shared, int) {
+    issue_queries<Traits>(params, work, shared.q, Traits::kRows, thread_index_again(),
+                          Traits::kThreads);
+  }
+  __device__ __forceinline__ void arrive(const DecodeWork&, typename Traits::SharedStorage& shared,
+                                         int) {
+    address_ = cast_smem_ptr_to_uint(shared.q) + Operand::begin(thread_index() % 32, 0);
     __syncthreads();
   }
   // Addresses are made again for every slice, as there is no register to keep them.
@@ -330,17 +355,6 @@ class SharedQueryOperand {
  private:
   uint32_t address_;
 };
-
-template <typename Traits>
-__device__ __forceinline__ auto query_operand(const DecodeParams<float>& params,
-                                              const DecodeWork& work,
-                                              typename Traits::SharedStorage& shared) {
-  if constexpr (Traits::kSharesQueries) {
-    return SharedQueryOperand<Traits>(params, work, shared.q);
-  } else {
-    return QueryOperand<Traits>(params, work);
-  }
-}
 
 template <typename Traits, class Output, class Softmax>
 __device__ __forceinline__ void attend(const DecodeParams<float>& params, const DecodeWork& work,
@@ -360,7 +374,8 @@ __device__ __forceinline__ void attend(const DecodeParams<float>& params, const 
   const int end = work.blocks.end * Traits::kBlockN;
   SliceLoader<Traits> loader(params, shared, warp);
   loader.look_up(begin);
-  auto queries = query_operand<Traits>(params, work, shared);
+  std::conditional_t<Traits::kSharesQueries, SharedQueryOperand<Traits>, QueryOperand<Traits>>
+      queries;
 
   typename Traits::WarpMma mma;
   Tensor output = make_tensor(tOrO.data(), rows_and_columns(tOrO.layout()));
@@ -373,9 +388,17 @@ __device__ __forceinline__ void attend(const DecodeParams<float>& params, const 
     __syncwarp();
     loader.issue(first_key + kAhead, stage == 0 ? kStages - 1 : stage - 1);
     if (first_key < begin) {
+      if (first_key + kAhead == begin) queries.issue(params, work, shared, warp);
+      cp_async_fence();
+      if (first_key + Traits::kBlockN == begin) {
+        cp_async_wait<kStages - 2>();
+        __syncwarp();
+        queries.arrive(work, shared, warp);
+      }
       stage = stage + 1 == kStages ? 0 : stage + 1;
       continue;
     }
+    cp_async_fence();
     const typename Traits::Slice& slice = shared.of_warp[warp].ring[stage];
     const uint32_t k_address = cast_smem_ptr_to_uint(slice.k) + OperandK::begin(lane, 0);
     const uint32_t v_address = cast_smem_ptr_to_uint(slice.v) + OperandV::begin(lane, 0);
@@ -462,9 +485,8 @@ struct MergedRow {
 
 template <typename Traits, class Accumulator, class Softmax>
 __device__ __forceinline__ void write(const DecodeParams<float>& params, const DecodeSlots& slots,
-                                      const DecodeSegment& segment, const DecodeWork& work,
-                                      float scale, int warp, const Softmax& softmax,
-                                      const Accumulator& tOrO,
+                                      const TileSplits& splits, const DecodeWork& work, float scale,
+                                      int warp, const Softmax& softmax, const Accumulator& tOrO,
                                       typename Traits::SharedStorage& shared) {
   using Element = typename Traits::Element;
   constexpr int kStride = Traits::kOutputStride;
@@ -475,8 +497,7 @@ __device__ __forceinline__ void write(const DecodeParams<float>& params, const D
       mma.get_slice(lane).partition_C(make_identity_tensor(typename Traits::OutputTile{}));
   Tensor coordinates = make_tensor(tOcO.data(), rows_and_columns(tOcO.layout()));
   const Sequence& sequence = work.tile.sequence;
-  const int positions = min(work.packing.positions, sequence.rows - work.tile.first_row);
-  const int used_rows = positions * work.packing.heads;
+  const int used_rows = work.used_rows();
 
   float* to = shared.of_warp[warp].output;
   CUTE_UNROLL
@@ -498,15 +519,15 @@ __device__ __forceinline__ void write(const DecodeParams<float>& params, const D
 
   // Lane i knows how row warp + i * kWarps ends.
   static_assert(Traits::kRows / Traits::kWarps <= 32);
-  const bool is_shared = segment.splits.count > 1;
-  const int slot = segment.splits.slot(segment.split);
+  const bool is_shared = splits.count > 1;
+  const int slot = splits.slot(work.split);
   const int my_row = warp + lane * Traits::kWarps;
   const DecodeWork::Row my = work.row(my_row);
   const bool in_use = my.exists && my.position < sequence.length;
   MergedRow<Traits> merged(shared, min(my_row, used_rows - 1), in_use, scale);
   Finalized<float>& my_end = merged.finalized;
   // Of the splits of a tile, the first holds the sink.
-  if (params.problem.sink != nullptr && segment.split == 0 && in_use) {
+  if (params.problem.sink != nullptr && work.split == 0 && in_use) {
     my_end = merge_sink(my_end, params.problem.sink[my.head]);
   }
   if (my_row < used_rows && my.exists) {
@@ -518,38 +539,50 @@ __device__ __forceinline__ void write(const DecodeParams<float>& params, const D
     lse = my_end.lse;
   }
 
-  CUTE_NO_UNROLL
-  for (int p = warp, i = 0; p < used_rows; p += Traits::kWarps, ++i) {
-    float factor[Traits::kWarps];
-    CUTE_UNROLL
-    for (int w = 0; w < Traits::kWarps; ++w) {
-      factor[w] = __shfl_sync(0xffffffffu, merged.factor[w], i);
-    }
-    const Finalized<float> end{Lse::empty(), __shfl_sync(0xffffffffu, my_end.scale, i),
-                               __shfl_sync(0xffffffffu, my_end.sees_keys, i) != 0};
-    const DecodeWork::Row row = work.row(p);
-    if (!row.exists) continue;
-    for (int column = 4 * lane; column < params.problem.head_dim_v; column += 4 * 32) {
-      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  CUTE_UNROLL
+  for (int w = 0; w < Traits::kWarps; ++w) merged.factor[w] *= my_end.scale;
+  const unsigned seeing_rows = __ballot_sync(0xffffffffu, my_end.sees_keys);
+  // Calls use(p, column, four columns of row p) for those of this lane.
+  const auto for_each_row = [&](const auto& use) {
+#pragma unroll 1
+    for (int p = warp, i = 0; p < used_rows; p += Traits::kWarps, ++i) {
+      float factor[Traits::kWarps];
       CUTE_UNROLL
       for (int w = 0; w < Traits::kWarps; ++w) {
-        const auto part =
-            *reinterpret_cast<const float4*>(shared.of_warp[w].output + p * kStride + column);
-        sum.x += part.x * factor[w];
-        sum.y += part.y * factor[w];
-        sum.z += part.z * factor[w];
-        sum.w += part.w * factor[w];
+        factor[w] = __shfl_sync(0xffffffffu, merged.factor[w], i);
       }
-      sum = make_float4(end.output(sum.x), end.output(sum.y), end.output(sum.z), end.output(sum.w));
-      if (is_shared) {
-        *reinterpret_cast<float4*>(slots.out_of(slot) + p * params.problem.head_dim_v + column) =
-            sum;
-      } else {
-        *reinterpret_cast<uint2*>(static_cast<Element*>(params.out) +
-                                  work.offset(row, params.out_strides) + column) =
-            make_uint2(pack<Element>(sum.x, sum.y), pack<Element>(sum.z, sum.w));
+      const bool sees_keys = (seeing_rows >> i & 1) != 0;
+      CUTE_UNROLL
+      for (int first = 0; first < Traits::kHeadDim; first += 4 * 32) {
+        const int column = first + 4 * lane;
+        if (column >= params.problem.head_dim_v) break;
+        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+        CUTE_UNROLL
+        for (int w = 0; w < Traits::kWarps; ++w) {
+          const auto part =
+              *reinterpret_cast<const float4*>(shared.of_warp[w].output + p * kStride + column);
+          sum.x += part.x * factor[w];
+          sum.y += part.y * factor[w];
+          sum.z += part.z * factor[w];
+          sum.w += part.w * factor[w];
+        }
+        use(p, column, sees_keys ? sum : make_float4(0.f, 0.f, 0.f, 0.f));
       }
     }
+  };
+  if (is_shared) {
+    float* out = slots.out_of(slot);
+    for_each_row([&](int p, int column, const float4& sum) {
+      *reinterpret_cast<float4*>(out + p * params.problem.head_dim_v + column) = sum;
+    });
+  } else {
+    for_each_row([&](int p, int column, const float4& sum) {
+      const DecodeWork::Row row = work.row(p);
+      if (!row.exists) return;
+      *reinterpret_cast<uint2*>(static_cast<Element*>(params.out) +
+                                work.offset(row, params.out_strides) + column) =
+          make_uint2(pack<Element>(sum.x, sum.y), pack<Element>(sum.z, sum.w));
+    });
   }
 }
 
@@ -562,10 +595,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
                   const __grid_constant__ DecodeSlots slots) {
   extern __shared__ __align__(128) char shared_memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(shared_memory);
-  allow_dependent_launch();
   const int warp = thread_index() / 32;
+  wait_for_earlier_kernels();
   DecodePlan plan(params, grid);
-  plan.begin(static_cast<int>(blockIdx.x));
+  if (warp == 0) {
+    plan.divide();
+    plan.begin(static_cast<int>(blockIdx.x));
+  }
 
   while (true) {
     if (warp == 0) {
@@ -574,15 +610,20 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
       if (thread_index() == 0) {
         shared.has_work = has_work;
         if (has_work) {
-          shared.segment = segment;
           shared.work = DecodeWork::of(params, grid, segment);
+          shared.splits = segment.splits;
         }
       }
     }
     __syncthreads();
     if (!shared.has_work) return;
+    // Not before the plan: the merge makes one too, and its code would compete for the same cache.
+    allow_dependent_launch();
     const DecodeWork& work = shared.work;
-    const auto modifiers = ScoreModifiers::of(params.problem, work.tile.index, work.head);
+    // The compiler would make what goes by the problem alone before the plan, and delay that.
+    Problem<float> problem = params.problem;
+    asm volatile("" : "+f"(problem.softmax_scale), "+f"(problem.softcap));
+    const auto modifiers = ScoreModifiers::of(problem, work.tile.index, work.head);
     typename Traits::WarpMma mma;
     float slopes[Traits::kRowsPerThread] = {};
     if (modifiers.has_alibi) {
@@ -600,8 +641,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
     clear(tOrO);
     OnlineSoftmax<Traits::kRowsPerThread> softmax(modifiers.scale);
     attend<Traits>(params, work, modifiers, slopes, warp, shared, tOrO, softmax);
-    write<Traits>(params, slots, shared.segment, work, modifiers.scale, warp, softmax, tOrO,
-                  shared);
+    write<Traits>(params, slots, shared.splits, work, modifiers.scale, warp, softmax, tOrO, shared);
     __syncthreads();
   }
 }
@@ -617,9 +657,8 @@ void launch_decode(const DecodeParams<float>& params) {
   const DecodeSlots slots = DecodeSlots::allocate(params, grid, Traits::kRows);
   constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   allow_shared_memory<decode_kernel<Traits>>(kSharedBytes);
-  decode_kernel<Traits><<<static_cast<unsigned>(grid.num_workers()), Traits::kThreads, kSharedBytes,
-                          params.stream>>>(params, grid, slots);
-  cuda_check(cudaGetLastError(), "decode");
+  launch_dependent(decode_kernel<Traits>, static_cast<unsigned>(grid.num_workers()),
+                   Traits::kThreads, kSharedBytes, params.stream, params, grid, slots);
   if (grid.may_split()) combine_decode(params, grid, slots, Traits::kDType);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <limits>
 
 #include "../common/decode_plan.h"
@@ -39,6 +40,7 @@ DecodeGrid decode_grid(const DecodeParams<float>& params, int rows) {
                   std::countr_zero(static_cast<unsigned>(Tile::kBlockN)),
                   problem.cu_seqlens_q == nullptr ? dense_row_tiles(problem, packing.positions) : 0,
                   0,
+                  0.f,
                   1,
                   0};
   if (params.keys_per_split > 0) {
@@ -51,6 +53,7 @@ DecodeGrid decode_grid(const DecodeParams<float>& params, int rows) {
              grid.num_tiles() * (params.cache.capacity / Tile::kBlockN + 1) <
                  std::numeric_limits<int>::max()) {
     grid.even_workers = params.num_sms * Tile::kBlocksPerSm;
+    grid.share_of_worker = std::nextafter(1.f / grid.even_workers, 0.f);
   }
   return grid;
 }
