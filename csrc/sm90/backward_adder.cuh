@@ -195,14 +195,17 @@ class QueryGradAdder {
     for (int warpgroup = 0; warpgroup < Traits::kWarpgroups; ++warpgroup) {
       Handover::await_full(warpgroup);
       if (is_first_lane()) {
+        const auto send = [&](const auto& send_bulk) {
         // In pieces, between which the copy engine loads the next tiles.
 #pragma unroll 1
-        for (int warp = 0; warp < 4; ++warp) {
-          float* const to = dq + Handover::offset(part, warpgroup, warp);
-          const float* const from = Handover::in_shared(shared_, warpgroup, warp);
-          constexpr int kBytes = Handover::kPiece * sizeof(float);
-          stores ? store_bulk(to, from, kBytes) : add_bulk(to, from, kBytes);
-        }
+          for (int warp = 0; warp < 4; ++warp) {
+            send_bulk(dq + Handover::offset(part, warpgroup, warp),
+                      Handover::in_shared(shared_, warpgroup, warp),
+                      Handover::kPiece * sizeof(float));
+          }
+        };
+        // A choice for each piece takes as long as to send it.
+        stores ? send(store_bulk) : send(add_bulk);
         cute::tma_store_arrive();
       }
       __syncwarp();
