@@ -12,9 +12,10 @@
 //   loader       K Q V dO | Q dO | Q dO | ...   TMA
 //   clearer      rows and keys of those that must not be read, which are rare
 //                  |
-//   shared       work[2]  sK sV  sQ[2 or 3] statistics[..]  sdO[1 to 3]  sdS[2]  sdQ
+//   shared       work[2]  sK sV  sQ[2 to 4] statistics[..]  sdO[1 to 4]  sdS[2]  sdQ
 //                  |                                                       ^      |
 //   consumers    two warpgroups                                     -------'------'
+//                  at head_dim 64, and a third one for dQ          backward_pipelined.cuh
 //                  up to head_dim 128 each has 64 keys             backward_narrow.cuh
 //                  above one has S^T, dV, the other dP^T, dK       backward_wide.cuh
 //                  |
@@ -36,6 +37,7 @@
 #include "backward_adder.cuh"
 #include "backward_loader.cuh"
 #include "backward_narrow.cuh"
+#include "backward_pipelined.cuh"
 #include "backward_traits.cuh"
 #include "backward_wide.cuh"
 
@@ -53,9 +55,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * Traits::kWarpgroups;
-    shared.work_ring.init(kConsumerWarps + 2);  // and loader and adder
+    constexpr int kWarpsWithK = Traits::kThreads / 32 - 4;
+    shared.work_ring.init(kWarpsWithK + 2);  // and loader and adder
     shared.loaded.init(1);
-    shared.k_ring.init(kConsumerWarps);
+    shared.k_ring.init(kWarpsWithK);
     shared.v_ring.init(kConsumerWarps);
     shared.q_ring.init(kConsumerWarps);
     shared.dout_ring.init(kConsumerWarps);
@@ -72,11 +75,22 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     } else if (threadIdx.x >= 96) {
       Clearer<Traits>(params, rows, shared).run();
     } else if (threadIdx.x >= 64) {
-      QueryGradAdder<Traits>(params, rows, shared).run();
+      if constexpr (Traits::kIsPipelined) {
+        PipelinedAdder<Traits>(rows, shared).run();
+      } else {
+        QueryGradAdder<Traits>(params, rows, shared).run();
+      }
+    }
+  } else if (Traits::kIsPipelined && threadIdx.x >= 3 * 128) {
+    if constexpr (Traits::kIsPipelined) {
+      cutlass::arch::warpgroup_reg_dealloc<Traits::kQueryGradRegisters>();
+      QueryGradConsumer<Traits>(params, shared).run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    if constexpr (!Traits::kIsWide) {
+    if constexpr (Traits::kIsPipelined) {
+      PipelinedConsumer<Traits>(params, shared).run();
+    } else if constexpr (!Traits::kIsWide) {
       NarrowConsumer<Traits>(params, shared).run();
     } else if (uniform(threadIdx.x / 128) == 1) {
       ValuesConsumer<Traits>(params, shared).run();
@@ -141,6 +155,10 @@ void run_backward(const BackwardParams<float>& params) {
   using ModifiesScores = BackwardTraits<Element, kHeadDim, BackwardTile<kHeadDim, true>, true>;
   if (params.problem.softcap != 0.f || params.problem.alibi_slopes != nullptr) {
     return run_tiles<ModifiesScores>(params);
+  }
+  if constexpr (kHasOrderedBackwardTile<kHeadDim>) {
+    using Ordered = BackwardTraits<Element, kHeadDim, OrderedBackwardTile<kHeadDim>, false>;
+    if (params.deterministic) return run_tiles<Ordered>(params);
   }
   if constexpr (kHasLongBackwardTile<kHeadDim>) {
     using Long = BackwardTraits<Element, kHeadDim, LongBackwardTile<kHeadDim>, false>;

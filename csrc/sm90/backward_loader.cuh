@@ -121,7 +121,7 @@ class Loader {
   }
 
   template <class Ring, class Buffers>
-  __device__ __forceinline__ void load_keys(const CUtensorMap& map, Ring& ring, Buffers& buffer,
+  __device__ __forceinline__ void load_keys(const CUtensorMap& map, Ring& ring, Buffers& buffers,
                                             ToClear::What what, const KeyWork& work) {
     constexpr int kSwizzle = Traits::kSwizzleColumnsK;
     asm volatile("" : "+r"(turn_));  // what follows from it is worked out here, not kept
@@ -131,6 +131,7 @@ class Loader {
                              work.visible_keys.end - first_key,
                              params_.problem.cu_seqlens_k == nullptr ? work.keys.index : 0};
     const bool must_clear = work.visible_keys.begin > first_key;
+    auto& buffer = buffers[ring.stage(turn_)];
     load(ring, turn_, sizeof(buffer), must_clear, what, {}, [&](LoadBarrier& barrier) {
       load_tile<kHeadDim, kSwizzle>(map, barrier, buffer, kBlockN * kSwizzle, kBlockN, at);
     });
@@ -203,11 +204,11 @@ class Clearer {
       switch (to_clear.what) {
         case ToClear::kEnd: return;
         case ToClear::kK:
-          clear_keys(shared_.k);
+          clear_keys(shared_.k[to_clear.stage]);
           say_full(shared_.k_ring);
           break;
         case ToClear::kV:
-          clear_keys(shared_.v);
+          clear_keys(shared_.v[to_clear.stage]);
           say_full(shared_.v_ring);
           break;
         case ToClear::kQ:

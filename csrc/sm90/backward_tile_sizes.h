@@ -2,8 +2,8 @@
 // hidden 2048, TFLOP/s of prepare, main and finish at 512 / 2k / 16k.
 //
 //   head_dim  rows  Q, dO  registers  full              causal
-//   64        128   2, 3   232        295 / 425 / 468   186 / 360 / 444
-//             128   2, 3   232        292 / 418 / 464   183 / 355 / 439   (S by 64 rows)
+//   64        64    4, 4   208        300 / 459 / 502   182 / 379 / 497   (a warpgroup for dQ)
+//             128   2, 3   232        296 / 423 / 444   177 / 353 / 447
 //   128       64    3, 3   232        331 / 479 / 512   208 / 408 / 477
 //             80    2, 2   240        322 / 513 / 585   183 / 414 / 591
 //   192       64    2, 2   232        277 / 426 / 511   186 / 377 / 512
@@ -19,6 +19,7 @@ template <int kBlockM_, int kStagesQ_, int kStagesDout_, bool kOwnQueryGrad_,
           int kConsumerRegisters_ = 232>
 struct NarrowBackwardTile {
   static constexpr bool kIsWide = false;
+  static constexpr bool kIsPipelined = false;
   static constexpr int kBlockM = kBlockM_;  // query rows
   static constexpr int kBlockN = 128;       // keys, 64 per consumer warpgroup
   static constexpr int kStagesQ = kStagesQ_;
@@ -30,10 +31,24 @@ struct NarrowBackwardTile {
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
 };
 
+// For head_dim 64. A warpgroup of its own computes dQ.
+template <int kStages_>
+struct PipelinedBackwardTile {
+  static constexpr bool kIsWide = false;
+  static constexpr bool kIsPipelined = true;
+  static constexpr int kBlockM = 64;
+  static constexpr int kBlockN = 128;
+  static constexpr int kStagesQ = kStages_;
+  static constexpr int kStagesDout = kStages_;
+  static constexpr int kQueryGradParts = 1;
+  static constexpr int kConsumerRegisters = 208;
+};
+
 // For head_dims of which a warpgroup has registers for dK or dV of 64 keys, but not for both.
 template <int kStagesDout_, int kQueryGradParts_>
 struct WideBackwardTile {
   static constexpr bool kIsWide = true;
+  static constexpr bool kIsPipelined = false;
   static constexpr int kBlockM = 64;
   static constexpr int kBlockN = 64;
   static constexpr int kStagesQ = 2;
@@ -49,7 +64,7 @@ template <int kHeadDim, bool kModifiesScores>
 struct BackwardTile;
 
 template <>
-struct BackwardTile<64, false> : NarrowBackwardTile<128, 2, 3, false> {};
+struct BackwardTile<64, false> : PipelinedBackwardTile<4> {};
 template <>
 struct BackwardTile<64, true> : NarrowBackwardTile<64, 3, 3, true> {};
 
@@ -63,6 +78,15 @@ struct BackwardTile<192, kModifiesScores> : WideBackwardTile<2, 1> {};
 
 template <bool kModifiesScores>
 struct BackwardTile<256, kModifiesScores> : WideBackwardTile<1, 2> {};
+
+// Where dQ is summed in order: fewer turns if a step has more rows. 205 / 283 / 414, causal
+// 156 / 320 / 456, where the one above has 193 / 270 / 354, causal 136 / 255 / 343.
+template <int kHeadDim>
+struct OrderedBackwardTile;
+template <>
+struct OrderedBackwardTile<64> : NarrowBackwardTile<128, 2, 3, false> {};
+template <int kHeadDim>
+constexpr bool kHasOrderedBackwardTile = kHeadDim == 64;
 
 // More rows a step: fewer bytes through shared memory for each, which is what head_dim 128 is short
 // of. Where rows are few, more of the last tile is wasted, and of those on the diagonal.

@@ -40,6 +40,10 @@ struct Ring {
     empty[stage(count)].wait(phase(count));
   }
   __device__ __forceinline__ void wait_full(int count) { full[stage(count)].wait(phase(count)); }
+  // Whether that would not wait.
+  __device__ __forceinline__ bool is_full(int count) const {
+    return full[stage(count)].test_wait(phase(count));
+  }
   __device__ __forceinline__ void release_by_thread(int count) { empty[stage(count)].arrive(); }
   // For the calling warp, all lanes of which are past their reads.
   __device__ __forceinline__ void release(int count) {
