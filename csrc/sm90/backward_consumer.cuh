@@ -29,7 +29,9 @@ class BackwardConsumer {
  public:
   __device__ __forceinline__ BackwardConsumer(const BackwardParams<float>& params,
                                               typename Traits::SharedStorage& shared)
-      : params_(params), shared_(shared) {}
+      : params_(params),
+        shared_(shared),
+        warpgroup_(Traits::kIsPipelined ? uniform(thread_index() / 128 - 1) : 0) {}
 
  protected:
   using Element = typename Traits::Element;
@@ -55,16 +57,20 @@ class BackwardConsumer {
     uint32_t words[Traits::kModifiesScores ? kBlockM / 4 : 1];
   };
 
-  // Worked out anew each time: what the compiler would make of it outside the loop takes registers.
-  static __device__ __forceinline__ int warpgroup() {
-    return uniform(thread_index_again() / 128 - 1);
+  // Who has no registers for what the compiler would make of it outside the loop works it out anew
+  // each time.
+  static __device__ __forceinline__ int consumer_thread() {
+    return (Traits::kIsPipelined ? thread_index() : thread_index_again()) - 128;
+  }
+  __device__ __forceinline__ int warpgroup() const {
+    return Traits::kIsPipelined ? warpgroup_ : uniform(consumer_thread() / 128);
   }
 
   // Which of the threads that compute S^T together.
   static __device__ __forceinline__ int key_thread() {
-    return (thread_index_again() - 128) % Traits::kKeyThreads;
+    return consumer_thread() % Traits::kKeyThreads;
   }
-  static __device__ __forceinline__ int first_key_thread() {
+  __device__ __forceinline__ int first_key_thread() const {
     return Traits::kIsWide ? 0 : warpgroup() * 128;
   }
 
@@ -76,8 +82,8 @@ class BackwardConsumer {
 
   // scores = K Q^T or V dO^T.
   template <class LayoutsOfRows>
-  static __device__ __forceinline__ void issue_scores(const Element* keys, const Element* rows,
-                                                      int stage, Scores& scores) {
+  __device__ __forceinline__ void issue_scores(const Element* keys, const Element* rows, int stage,
+                                               Scores& scores) const {
     // The compiler would keep the descriptors of K and V over the loop, and spill.
     if constexpr (Traits::kIsWide) asm volatile("" : "+l"(keys));
     Tensor sKeys = make_tensor(make_smem_ptr(keys), typename Traits::LayoutsK::Plain{});
@@ -90,19 +96,18 @@ class BackwardConsumer {
   }
 
   __device__ __forceinline__ void issue_s(int count, Scores& scores) const {
-    issue_scores<typename Traits::LayoutsQ>(shared_.k, shared_.q[0], shared_.q_ring.stage(count),
-                                            scores);
+    issue_scores<typename Traits::LayoutsQ>(shared_.k[key_stage_], shared_.q[0],
+                                            shared_.q_ring.stage(count), scores);
   }
   __device__ __forceinline__ void issue_dp(int count, Scores& scores) const {
-    issue_scores<typename Traits::LayoutsDout>(shared_.v, shared_.dout[0],
+    issue_scores<typename Traits::LayoutsDout>(shared_.v[key_stage_], shared_.dout[0],
                                                shared_.dout_ring.stage(count), scores);
   }
 
   // gradient += P^T dO or dS^T Q.
   template <class LayoutsOfRows>
-  static __device__ __forceinline__ void issue_key_gradient(const Operand& operand,
-                                                            const Element* rows, int stage,
-                                                            KeyGrad& gradient) {
+  __device__ __forceinline__ void issue_key_gradient(const Operand& operand, const Element* rows,
+                                                     int stage, KeyGrad& gradient) const {
     Tensor sRows = make_tensor(make_smem_ptr(rows), typename LayoutsOfRows::Transposed{});
     KeyGradMma mma;
     auto thread = mma.get_slice(first_key_thread());
@@ -121,13 +126,14 @@ class BackwardConsumer {
   // A part of the columns of dQ.
   template <int kPart, class Accumulator>
   __device__ __forceinline__ void issue_dq(int count, Accumulator& dq) const {
-    Tensor sK = make_tensor(make_smem_ptr(shared_.k), typename Traits::LayoutsK::Transposed{});
+    Tensor sK =
+        make_tensor(make_smem_ptr(shared_.k[key_stage_]), typename Traits::LayoutsK::Transposed{});
     Tensor sKt = local_tile(sK, Shape<Int<Traits::kPartColumns>, Int<kBlockN>, _1>{},
                             make_coord(Int<kPart>{}, _0{}, _0{}));
     const auto ds = make_smem_ptr(shared_.ds[0]);
     const int stage = count % Traits::kStagesDs;
     QueryGradMma mma;
-    auto thread = mma.get_slice(warpgroup() * 128);
+    auto thread = mma.get_slice(Traits::kIsPipelined ? 0 : warpgroup() * 128);
     if constexpr (Traits::kTransposesDq) {
       Tensor sdS = make_tensor(ds, typename Traits::LayoutsDs::Plain{});
       issue<true>(mma, thread.partition_fragment_A(sKt)(_, _, _, 0),
@@ -160,7 +166,7 @@ class BackwardConsumer {
   // This thread's rows come in pairs, two of every eight.
   template <class T>
   static __device__ __forceinline__ Pair<T> pair_of(const T* of_rows, int pair) {
-    return *reinterpret_cast<const Pair<T>*>(of_rows + thread_index_again() % 4 * 2 + 8 * pair);
+    return *reinterpret_cast<const Pair<T>*>(of_rows + consumer_thread() % 4 * 2 + 8 * pair);
   }
 
   // What belongs to the rows of this thread.
@@ -222,11 +228,18 @@ class BackwardConsumer {
         score = exp2_approx(careful_exponent(divisor, score, scale));
       });
     } else {
-      const float scale_log2 = scale * kLog2e;
-      for_each_score(keys_and_rows, divisor_of, [&](float& score, Log2Divisor divisor) {
-        score = exp2_approx(divisor.exponent(score, scale_log2));
-      });
+      exponentiate(divisor_of, scores);
     }
+  }
+
+  // The same of a tile that is neither masked nor needs care.
+  template <class DivisorOf>
+  __device__ __forceinline__ void exponentiate(const DivisorOf& divisor_of, Scores& scores) const {
+    const float scale_log2 = params_.problem.softmax_scale * kLog2e;
+    Tensor keys_and_rows = as_rows_and_columns(scores);
+    for_each_score(keys_and_rows, divisor_of, [&](float& score, Log2Divisor divisor) {
+      score = exp2_approx(divisor.exponent(score, scale_log2));
+    });
   }
 
   // One score after the other, as there are no registers for a tile of slopes.
@@ -342,17 +355,21 @@ class BackwardConsumer {
   template <class Accumulator>
   __device__ __forceinline__ void hand_over(const Accumulator& dq) const {
     using Handover = QueryGradHandover<Traits>;
-    const int thread = thread_index_again() - 128;
-    const int warp = thread / 32;
+    const int warp = consumer_thread() / 32;
     float* const of_warp = Handover::in_shared(shared_, warp / 4, warp % 4);
-    auto* to = reinterpret_cast<float4*>(of_warp + thread % 32 * 4);
     Handover::await_free(warpgroup());
-    CUTE_UNROLL
-    for (int n = 0; n < Handover::kPiece / 128; ++n) {
-      to[n * 32] = make_float4(dq(4 * n), dq(4 * n + 1), dq(4 * n + 2), dq(4 * n + 3));
-    }
+    store_dq(dq, of_warp);
     cutlass::arch::fence_view_async_shared();
     Handover::say_full(warpgroup());
+  }
+
+  template <class Accumulator>
+  static __device__ __forceinline__ void store_dq(const Accumulator& dq, float* of_warp) {
+    auto* to = reinterpret_cast<float4*>(of_warp + consumer_thread() % 32 * 4);
+    CUTE_UNROLL
+    for (int n = 0; n < size(dq) / 4; ++n) {
+      to[n * 32] = make_float4(dq(4 * n), dq(4 * n + 1), dq(4 * n + 2), dq(4 * n + 3));
+    }
   }
 
   // ---- epilogue
@@ -404,6 +421,8 @@ class BackwardConsumer {
 
   const BackwardParams<float>& params_;
   SharedStorage& shared_;
+  const int warpgroup_;  // if pipelined
+  int key_stage_ = 0;    // which buffer of K and of V is the work's
 };
 
 }  // namespace neginf::sm90

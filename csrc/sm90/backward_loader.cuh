@@ -124,7 +124,7 @@ class Loader {
   }
 
   template <class Ring, class Buffers>
-  __device__ __forceinline__ void load_keys(const CUtensorMap& map, Ring& ring, Buffers& buffer,
+  __device__ __forceinline__ void load_keys(const CUtensorMap& map, Ring& ring, Buffers& buffers,
                                             ToClear::What what, const KeyWork& work) {
     constexpr int kSwizzle = Traits::kSwizzleColumnsK;
     asm volatile("" : "+r"(turn_));  // what follows from it is worked out here, not kept
@@ -134,6 +134,7 @@ class Loader {
                              work.visible_keys.end - first_key,
                              params_.problem.cu_seqlens_k == nullptr ? work.keys.index : 0};
     const bool must_clear = work.visible_keys.begin > first_key;
+    auto& buffer = buffers[ring.stage(turn_)];
     load(ring, turn_, sizeof(buffer), must_clear, what, {}, [&](LoadBarrier& barrier) {
       load_tile<kHeadDim, kSwizzle>(map, barrier, buffer, kBlockN * kSwizzle, kBlockN, at);
     });
@@ -205,8 +206,8 @@ class Clearer {
       const ToClear& to_clear = shared_.to_clear;
       switch (to_clear.what) {
         case ToClear::kEnd: return;
-        case ToClear::kK: clear_keys(shared_.k); break;
-        case ToClear::kV: clear_keys(shared_.v); break;
+        case ToClear::kK: clear_keys(shared_.k[to_clear.stage]); break;
+        case ToClear::kV: clear_keys(shared_.v[to_clear.stage]); break;
         case ToClear::kQ:
           needs_care_ = shared_.statistics[to_clear.stage].needs_care != 0;
           clear_rows(shared_.q[to_clear.stage]);

@@ -2,8 +2,8 @@
 // hidden 2048, TFLOP/s of prepare, main and finish at 512 / 2k / 16k.
 //
 //   head_dim  rows  Q, dO  registers  full              causal
-//   64        128   2, 3   232        295 / 425 / 468   186 / 360 / 444
-//             128   2, 3   232        292 / 418 / 464   183 / 355 / 439   (S by 64 rows)
+//   64        128   2, 3   232        296 / 423 / 444   177 / 353 / 447
+//             64    4, 4   208        300 / 459 / 502   182 / 379 / 497   (a warpgroup for dQ)
 //   128       64    3, 3   232        331 / 479 / 512   208 / 408 / 477
 //             80    2, 2   240        322 / 513 / 585   183 / 414 / 591
 //   192       64    2, 2   232        277 / 426 / 511   186 / 377 / 512
@@ -19,6 +19,7 @@ template <int kBlockM_, int kStagesQ_, int kStagesDout_, bool kOwnQueryGrad_,
           int kConsumerRegisters_ = 232>
 struct NarrowBackwardTile {
   static constexpr bool kIsWide = false;
+  static constexpr bool kIsPipelined = false;
   static constexpr int kBlockM = kBlockM_;  // query rows
   static constexpr int kBlockN = 128;       // keys, 64 per consumer warpgroup
   static constexpr int kStagesQ = kStagesQ_;
@@ -31,10 +32,24 @@ struct NarrowBackwardTile {
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
 };
 
+// For head_dim 64. A warpgroup of its own computes dQ.
+template <int kStages_>
+struct PipelinedBackwardTile {
+  static constexpr bool kIsWide = false;
+  static constexpr bool kIsPipelined = true;
+  static constexpr int kBlockM = 64;
+  static constexpr int kBlockN = 128;
+  static constexpr int kStagesQ = kStages_;
+  static constexpr int kStagesDout = kStages_;
+  static constexpr int kQueryGradParts = 1;
+  static constexpr int kConsumerRegisters = 208;
+};
+
 // For head_dims of which a warpgroup has registers for dK or dV of 64 keys, but not for both.
 template <int kStagesDout_, int kQueryGradParts_, int kQueryGradTilesOfTurn_>
 struct WideBackwardTile {
   static constexpr bool kIsWide = true;
+  static constexpr bool kIsPipelined = false;
   static constexpr int kBlockM = 64;
   static constexpr int kBlockN = 64;
   static constexpr int kStagesQ = 2;
@@ -68,14 +83,17 @@ struct BackwardTile<192, kModifiesScores> : WideBackwardTile<2, 1, 2> {};
 template <bool kModifiesScores>
 struct BackwardTile<256, kModifiesScores> : WideBackwardTile<1, 2, 1> {};
 
-// More rows a step: fewer bytes through shared memory for each, which is what head_dim 128 is short
-// of. Where rows are few, more of the last tile is wasted, and of those on the diagonal.
+// Those of many rows. At head_dim 64 the start and the end of a pipeline are few steps then. At 128
+// a step has more rows: fewer bytes through shared memory for each, which is what it is short of.
+// Where rows are few, more of the last tile is wasted, and of those on the diagonal.
 template <int kHeadDim>
 struct LongBackwardTile;
 template <>
+struct LongBackwardTile<64> : PipelinedBackwardTile<4> {};
+template <>
 struct LongBackwardTile<128> : NarrowBackwardTile<80, 2, 2, false, 240> {};
 template <int kHeadDim>
-constexpr bool kHasLongBackwardTile = kHeadDim == 128;
+constexpr bool kHasLongBackwardTile = kHeadDim == 64 || kHeadDim == 128;
 // Not to clear dQ makes up for the questions who comes first: 1.03 to 1.07 at 512, 1.01 at 2k.
 constexpr int kMostRowsToStoreFirst = 2048;
 

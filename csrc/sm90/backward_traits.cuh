@@ -28,6 +28,17 @@ struct BackwardBarrier {
   static constexpr int kCleared = 15;
 };
 
+// Those of the pipelined kernel.
+struct PipelinedBarrier {
+  // As many as there are buffers.
+  static constexpr int kQueryGradFull = 1;
+  static constexpr int kQueryGradFree = 4;
+  static constexpr int kGradientsFull = 7;
+  static constexpr int kGradientsFree = 9;  // and for each consumer
+  static constexpr int kTurn = 13;          // of a consumer
+};
+static_assert(BackwardBarrier::kCleared == 15);  // is also the pipelined kernel's
+
 // What the loader tells the clearer.
 struct ToClear {
   enum What { kK, kV, kQ, kDout, kEnd };
@@ -46,17 +57,22 @@ struct BackwardTraits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kModifiesScores = kModifiesScores_;
   static constexpr bool kIsWide = Tile::kIsWide;
+  static constexpr bool kIsPipelined = Tile::kIsPipelined;
   static constexpr int kBlockM = Tile::kBlockM;
   static constexpr int kBlockN = Tile::kBlockN;
+  static constexpr int kStagesK = kIsPipelined ? 2 : 1;  // also of V
   static constexpr int kStagesQ = Tile::kStagesQ;
   static constexpr int kStagesDout = Tile::kStagesDout;
   static constexpr int kStagesDs = 2;
-  static constexpr int kWarpgroups = 2;  // consumers
-  static constexpr int kConsumerThreads = 128 * kWarpgroups;
-  static constexpr int kThreads = 128 + kConsumerThreads;
-  // Per thread. The CTA has what it is launched with, 168 for each.
+  static constexpr int kStagesDq = kIsPipelined ? 3 : 1;
+  static constexpr int kWarpgroups = 2;  // consumers; if pipelined there is one more, for dQ
+  static constexpr int kThreads = 128 * (1 + kWarpgroups + (kIsPipelined ? 1 : 0));
+  // Per thread. The CTA has what it is launched with, so many for each.
+  static constexpr int kLaunchRegisters = kIsPipelined ? 128 : 168;
   static constexpr int kConsumerRegisters = Tile::kConsumerRegisters;
-  static constexpr int kProducerRegisters = 3 * 168 - 2 * kConsumerRegisters;
+  static constexpr int kQueryGradRegisters = kIsPipelined ? 64 : 0;
+  static constexpr int kProducerRegisters =
+      kThreads / 128 * kLaunchRegisters - kWarpgroups * kConsumerRegisters - kQueryGradRegisters;
 
   // How the warpgroups lie in a product.
   using Alone = Layout<Shape<_1, _1, _1>>;
@@ -71,6 +87,10 @@ struct BackwardTraits {
   using ScoreMma = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kBlockM>, Int<kHeadDim>>>(),
       OfKeys{}));
+  // dP^T with V in registers.
+  using FromRegistersMma = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kBlockM>, Int<kHeadDim>>>(),
+      OfKeys{}));
   using KeyGradTile = Shape<Int<kBlockN>, Int<kHeadDim>>;
   using KeyGradMma = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kHeadDim>, Int<kBlockM>>,
@@ -78,15 +98,18 @@ struct BackwardTraits {
       OfKeys{}));
   static constexpr int kKeyThreads = size(ScoreMma{});
 
-  // dQ is cut among the warpgroups by rows, or where they are too few by columns. A product has 64
-  // rows; any other number of them is the N of dQ^T = K^T dS^T.
+  // dQ is cut among the warpgroups by rows, or where they are too few by columns; if pipelined one
+  // has all of it. A product has 64 rows; any other number of them is the N of dQ^T = K^T dS^T.
   static constexpr bool kCutsRows = kBlockM == 64 * kWarpgroups;
   static constexpr bool kTransposesDq = kBlockM % 64 != 0;
   static constexpr int kQueryGradParts = Tile::kQueryGradParts;
   static constexpr int kPartColumns = kHeadDim / kQueryGradParts;
-  static constexpr int kQueryGradColumns = kCutsRows ? kPartColumns : kPartColumns / kWarpgroups;
+  static constexpr int kQueryGradColumns =
+      kCutsRows || kIsPipelined ? kPartColumns : kPartColumns / kWarpgroups;
   static_assert(kCutsRows || kTransposesDq || kBlockM == 64);
   static_assert(!kTransposesDq || kQueryGradColumns == 64);
+  using OfQueryGrad =
+      std::conditional_t<kIsPipelined, Alone, std::conditional_t<kCutsRows, AlongM, AlongN>>;
   static constexpr auto query_grad_mma() {
     if constexpr (kTransposesDq) {
       return make_tiled_mma(
@@ -97,7 +120,7 @@ struct BackwardTraits {
       return make_tiled_mma(GMMA::ss_op_selector<Element, Element, float,
                                                  Shape<_64, Int<kQueryGradColumns>, Int<kBlockN>>,
                                                  GMMA::Major::MN, GMMA::Major::MN>(),
-                            std::conditional_t<kCutsRows, AlongM, AlongN>{});
+                            OfQueryGrad{});
     }
   }
   using QueryGradMma = decltype(query_grad_mma());
@@ -131,23 +154,30 @@ struct BackwardTraits {
   using LayoutsDs = std::conditional_t<kTransposesDq, Layouts<kBlockM, kBlockN, kStagesDs, 64>,
                                        Layouts<kBlockN, kBlockM, kStagesDs, 64>>;  // dS, dS^T
 
+  // What threads read themselves. Where all barriers of the hardware are taken warps release it.
+  template <int kStages, int kFirstBarrier, int kReaders>
+  using ReadersRing = std::conditional_t<kIsPipelined, WarpsRing<kStages, kReaders>,
+                                         ThreadsRing<kStages, kFirstBarrier, kReaders>>;
+
   struct SharedStorage {
-    alignas(1024) Element k[kBlockN * kHeadDim];
-    alignas(1024) Element v[kBlockN * kHeadDim];
+    alignas(1024) Element k[kStagesK][kBlockN * kHeadDim];
+    alignas(1024) Element v[kStagesK][kBlockN * kHeadDim];
     alignas(1024) Element q[kStagesQ][kBlockM * kHeadDim];
     alignas(1024) Element dout[kStagesDout][kBlockM * kHeadDim];
     alignas(1024) Element ds[kStagesDs][kBlockN * kBlockM];
     // If wide, P^T as the registers of its threads: each 16 rows of them four words.
     uint4 p[kIsWide ? 2 : 1][kIsWide ? kBlockM / 16 : 1][kIsWide ? 128 : 1];
-    alignas(128) float dq[kBlockM * kPartColumns];
+    alignas(128) float dq[kStagesDq * kBlockM * kPartColumns];
     RowStatistics<kBlockM> statistics[kStagesQ];
     alignas(8) Divisor careful[kStagesQ][kBlockM];  // of a tile that needs care
     KeyWork work[2];
     bool is_end[2];
-    ThreadsRing<2, BackwardBarrier::kWorkRead, kConsumerThreads + 2 * 32> work_ring;
-    Ring<1> k_ring;
-    Ring<1> v_ring;
-    ThreadsRing<kStagesQ, BackwardBarrier::kQueriesRead, kConsumerThreads>
+    // Its readers are all but the claimer, which writes it, and the clearer, which the loader waits
+    // for.
+    ReadersRing<2, BackwardBarrier::kWorkRead, kThreads - 2 * 32> work_ring;
+    Ring<kStagesK> k_ring;
+    Ring<kStagesK> v_ring;
+    ReadersRing<kStagesQ, BackwardBarrier::kQueriesRead, 128 * kWarpgroups>
         q_ring;  // and statistics
     Ring<kStagesDout> dout_ring;
     ReadBarrier loaded;     // all loads of the last work have been issued

@@ -27,6 +27,10 @@ struct LoadRing {
   }
 
   __device__ __forceinline__ void wait_full(int count) { full[stage(count)].wait(phase(count)); }
+  // Whether that would not wait.
+  __device__ __forceinline__ bool is_full(int count) const {
+    return full[stage(count)].test_wait(phase(count));
+  }
 };
 
 // empty[s] says that every reader is past buffer s: warps, whose lanes wait for products together,
@@ -51,6 +55,23 @@ struct Ring : LoadRing<kStages> {
   // lanes have read themselves that says nothing.
   __device__ __forceinline__ void release(int count) {
     if (threadIdx.x % 32 == 0) empty[stage(count)].arrive();
+  }
+};
+
+// A ring from which kReaders threads read themselves, whole warps. Lane 0 of a warp says that it is
+// past a buffer, once its lanes have met, which orders what the others have read before that.
+template <int kStages, int kReaders>
+struct WarpsRing : Ring<kStages> {
+  using Ring<kStages>::stage, Ring<kStages>::phase;
+
+  __device__ void init() { Ring<kStages>::init(kReaders / 32); }
+
+  __device__ __forceinline__ void wait_released(int count) {
+    this->empty[stage(count)].wait(phase(count));
+  }
+  __device__ __forceinline__ void release(int count) {
+    __syncwarp();
+    Ring<kStages>::release(count);
   }
 };
 
