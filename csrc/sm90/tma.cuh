@@ -13,7 +13,8 @@ using LoadBarrier = cutlass::arch::ClusterTransactionBarrier;  // a load has arr
 using ReadBarrier = cutlass::arch::ClusterBarrier;             // its readers are done
 
 // A ring of kStages buffers: full[s] says that the load of buffer s has arrived, empty[s] that
-// every reader is past it: warps, whose lanes wait for products together, or threads. A role counts
+// every reader is past it: warps, whose lanes wait for products together, or threads; where threads
+// write a buffer, full[s] says that all of them have. A role counts
 // the tiles that it has seen; that says which buffer is next and which phase its barriers are in.
 template <int kStages>
 struct Ring {
@@ -23,9 +24,9 @@ struct Ring {
   static __device__ __forceinline__ int stage(int count) { return count % kStages; }
   static __device__ __forceinline__ uint32_t phase(int count) { return count / kStages % 2; }
 
-  __device__ void init(int readers) {
+  __device__ void init(int readers, int writers = 1) {
     for (int s = 0; s < kStages; ++s) {
-      full[s].init(1);
+      full[s].init(writers);
       empty[s].init(readers);
     }
   }
@@ -41,6 +42,8 @@ struct Ring {
   }
   __device__ __forceinline__ void wait_full(int count) { full[stage(count)].wait(phase(count)); }
   __device__ __forceinline__ void release_by_thread(int count) { empty[stage(count)].arrive(); }
+  // By threads that write buffers.
+  __device__ __forceinline__ void fill_by_thread(int count) { full[stage(count)].arrive(); }
   // For the calling warp, all lanes of which are past their reads.
   __device__ __forceinline__ void release(int count) {
     if (threadIdx.x % 32 == 0) empty[stage(count)].arrive();
