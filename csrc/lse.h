@@ -127,11 +127,13 @@ NEGINF_HOST_DEVICE Finalized<Real> finalize(Real row_max, Real row_sum, Real sca
   const Real scaled_max = row_max * scale;
   const bool sum_is_nan = row_sum != row_sum;
   // A maximum that is -inf only after scaling means that every score is -inf: no visible weight.
-  const bool is_empty = row_sum == Real(0) || (is_masked(scaled_max) && !sum_is_nan);
-  const bool is_nan = sum_is_nan || scaled_max == infinity;
-  // Selected, not branched to: kernels end several rows at a time.
-  const Real lse = is_nan ? nan : scaled_max + log_of_sum(row_sum);
-  const Real to_output = is_nan ? nan : reciprocal_of_sum(row_sum);
+  // All of it computed, then selected: kernels end several rows at a time and should not branch.
+  const Real log_sum = log_of_sum(row_sum);
+  const Real reciprocal = reciprocal_of_sum(row_sum);
+  const bool is_empty = (row_sum == Real(0)) | (is_masked(scaled_max) & !sum_is_nan);
+  const bool is_nan = sum_is_nan | (scaled_max == infinity);
+  const Real lse = is_nan ? nan : scaled_max + log_sum;
+  const Real to_output = is_nan ? nan : reciprocal;
   return {is_empty ? BasicLse<Real>::empty() : BasicLse<Real>(lse), is_empty ? Real(0) : to_output,
           !is_empty};
 }

@@ -12,17 +12,27 @@
 
 namespace neginf {
 
-// Where the Lse of a tile's rows go, and what sinks they meet.
-struct RowEndings {
-  Lse* lse;           // of position 0 of the sequence and head 0
-  const float* sink;  // of head 0; null: none
+// Where the Lse of a tile's rows go, and what sinks they meet: all that their end depends on.
+struct alignas(16) RowEndings {
+  Lse* lse;           // of row 0
+  const float* sink;  // of its head; null: none
+  int positions;      // from row 0 to the end of what the buffer has for the sequence
+  int in_use;         // of them, from row 0 on
+  QueryPacking packing;
+  int heads;
 
   static __device__ RowEndings of(const ForwardParams<float>& params, const ForwardWork& work) {
     Lse* lse = params.num_splits > 1
                    ? params.lse_partial + work.split * params.lse_partial_split_stride
                    : params.lse;
-    return {lse + work.tile.index * params.lse_strides.batch + work.tile.sequence.first_row,
-            work.split == 0 ? params.problem.sink : nullptr};
+    const float* sink = params.problem.sink;
+    return {lse + work.tile.index * params.lse_strides.batch + work.head * params.lse_strides.head +
+                work.tile.sequence.first_row + work.tile.first_row,
+            work.split == 0 && sink != nullptr ? sink + work.head : nullptr,
+            work.tile.sequence.rows - work.tile.first_row,
+            work.tile.sequence.length - work.tile.first_row,
+            work.packing,
+            work.heads};
   }
 };
 
@@ -38,19 +48,17 @@ struct RowScales {
 // the last product does.
 template <int kRows, class Coordinates>
 __device__ __forceinline__ RowScales<kRows> end_softmax(const ForwardParams<float>& params,
-                                                        const ForwardWork& work,
                                                         const RowEndings& endings,
                                                         const OnlineSoftmax<kRows>& softmax,
                                                         const Coordinates& coordinates) {
   using namespace cute;
-  const Sequence& sequence = work.tile.sequence;
-  ForwardWork::Row rows[kRows];
+  RowInTile rows[kRows];
   bool in_use[kRows];
   float row_sums[kRows];
   CUTE_UNROLL
   for (int r = 0; r < kRows; ++r) {
-    rows[r] = work.row(get<0>(coordinates(r, 0)));
-    in_use[r] = rows[r].exists && rows[r].position < sequence.length;
+    rows[r] = RowInTile::of(endings.packing, endings.heads, get<0>(coordinates(r, 0)));
+    in_use[r] = rows[r].exists & (rows[r].position < endings.in_use);
     row_sums[r] = softmax.row_sum(r);
   }
   // All rows before the first branch, so that their latencies overlap.
@@ -67,7 +75,7 @@ __device__ __forceinline__ RowScales<kRows> end_softmax(const ForwardParams<floa
   CUTE_UNROLL
   for (int r = 0; r < kRows; ++r) {
     const bool first_of_quad = get<1>(coordinates(r, 0)) == 0;
-    if (first_of_quad && rows[r].exists && rows[r].position < sequence.rows) {
+    if (first_of_quad & rows[r].exists & (rows[r].position < endings.positions)) {
       endings.lse[rows[r].head * params.lse_strides.head + rows[r].position] = finalized[r].lse;
     }
     scales.scale[r] = finalized[r].scale;

@@ -38,6 +38,20 @@ struct HeadTile {
   }
 };
 
+// Row p of a tile that has `heads` heads, counted from row 0.
+struct RowInTile {
+  bool exists;
+  int position;
+  int head;
+
+  static __device__ RowInTile of(const QueryPacking& packing, int heads, int p) {
+    const int position = packing.position_of(p);
+    const int head = p - position * packing.heads;
+    const bool exists = (position < packing.positions) & (head < heads);
+    return {exists, position, head};
+  }
+};
+
 struct ForwardWork {
   RowTile tile;  // its rows are positions of the sequence
   QueryPacking packing;
@@ -81,10 +95,8 @@ struct ForwardWork {
     int head;
   };
   __device__ Row row(int p) const {
-    const int position = packing.position_of(p);
-    const int head_in_tile = p - position * packing.heads;
-    return {position < packing.positions && head_in_tile < heads, tile.first_row + position,
-            head + head_in_tile};
+    const RowInTile row = RowInTile::of(packing, heads, p);
+    return {row.exists, tile.first_row + row.position, head + row.head};
   }
 
   // Of a row in q, or in a tensor with the same rows and heads.

@@ -109,6 +109,34 @@ __device__ __forceinline__ void apply_mask(Scores& scores, const Mask& mask, con
   }
 }
 
+// So many of the columns of a lane, two neighbours of every eight keys, lie before key `end`, both
+// counted from its first one; as ones in a word for 32 of them.
+__device__ __forceinline__ uint32_t columns_before(int end) {
+  const int columns = 2 * (end >> 3) + min(end & 7, 2);
+  return ~__funnelshift_lc(0u, 0xffffffffu, max(columns, 0));
+}
+
+// The same with a bit for each score, of which an instruction makes seven predicates.
+// keys_of(r) are the keys of a row, counted from the first column of the lane.
+template <class Scores, class KeysOf>
+__device__ __forceinline__ void apply_mask_by_bits(Scores& scores, const KeysOf& keys_of) {
+  constexpr int kBits = 32;
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(scores); ++r) {
+    const Range keys = keys_of(r);
+    CUTE_UNROLL
+    for (int first = 0; first < size<1>(scores); first += kBits) {
+      const int passed = 4 * first;  // keys
+      const uint32_t seen =
+          columns_before(keys.end - passed) & ~columns_before(keys.begin - passed);
+      CUTE_UNROLL
+      for (int c = first; c < size<1>(scores) && c < first + kBits; ++c) {
+        if ((seen >> (c - first) & 1) == 0) scores(r, c) = masked_score<float>();
+      }
+    }
+  }
+}
+
 template <class Tensor>
 __device__ __forceinline__ void multiply_row(Tensor& tensor, int r, float factor) {
   CUTE_UNROLL

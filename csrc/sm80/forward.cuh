@@ -402,7 +402,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   Tensor output = make_tensor(tOrO.data(), rows_and_columns(tOrO.layout()));
   Tensor tOcO = mma.get_slice(thread_index_again()).partition_C(make_identity_tensor(OutputTile{}));
   Tensor coordinates = make_tensor(tOcO.data(), rows_and_columns(tOcO.layout()));
-  end_output(end_softmax(params, work, RowEndings::of(params, work), softmax, coordinates), output);
+  end_output(end_softmax(params, RowEndings::of(params, work), softmax, coordinates), output);
   if (params.num_splits > 1) {
     store_partial(params, work, output, coordinates);
   } else {

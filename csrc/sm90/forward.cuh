@@ -8,9 +8,10 @@
 //
 // clang-format off
 //   scheduler    work(0)   work(1)   ...                              full: it is there
-//   loader       K(0) Q | K(1) V(0) | K(2) V(1) | ...                 empty: all its readers
+//   loader       K(0) Q | K(1) V(0) | ... | K'(0) V(n-1) Q' | ...      empty: all its readers
 //   shared       work[4]   sQ[2]   sK[2]   sV[2]                             are past it
-//   consumer     S = Q K^T -> mask, softmax -> P (registers) -> O += P V -> out, lse
+//   consumer     S = Q K^T -> mask, softmax -> P (registers) -> O += P V -> sQ, lse
+//   storer       sQ -> out
 //
 // Inside a warpgroup, S(t+1) and O(t) are issued together; at the end of a row tile the next one's
 // S(0) takes that place:
@@ -23,8 +24,9 @@
 // as long as those before it run, so arithmetic begins when O(t) is nearly there. A row tile
 // without keys goes through the same epilogue as all others.
 //
-// O leaves through the shared memory of Q (store_rows_through), or straight from the accumulators
-// where there is no Q to spare or packed heads make rows of a tile lie apart (store_rows).
+// O leaves through the shared memory of Q (leave_rows, store_tiles), or straight from the
+// accumulators where there is no Q to spare or packed heads make rows of a tile lie apart
+// (store_rows).
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -50,32 +52,42 @@ namespace neginf::sm90 {
 
 using namespace cute;
 
-// ------------------------------------------------------------------------------ scheduler, loader
+// ---------------------------------------------------------------------- scheduler, loader, storer
 
+// By a thread for each consumer warpgroup, number `lane` of one warp. The first one finds the work.
 template <typename Traits>
 __device__ __forceinline__ void schedule_work(const ForwardParams<float>& params,
-                                              const Schedule& schedule,
+                                              const Schedule& schedule, int lane,
                                               typename Traits::SharedStorage& shared) {
+  constexpr unsigned kLanes = (1u << Traits::kWarpgroups) - 1;
   int turn = 0;
   const auto publish = [&](int first, int size, int tile) {
-    LoadBarrier& full = shared.work_ring.wait_empty(turn);
-    const int slot = shared.work_ring.stage(turn++);
-    shared.work[slot] =
-        schedule.work<Traits::kBlockM, Traits::kBlockN>(params.problem, first, size, tile);
-    const ForwardWork& work = shared.work[slot];
-    shared.endings[slot] = RowEndings::of(params, work);
-    for (int w = 0; w < Traits::kWarpgroups; ++w) {
-      const Range rows{work.tile.first_row + work.packing.position_of(64 * w),
-                       work.tile.first_row + work.packing.position_of(64 * w + 63) + 1};
-      shared.key_tiles[slot][w] = work.key_tiles.of_rows(work.mask, rows, Traits::kBlockN);
+    const Schedule::Place place = schedule.place(first, size, tile);
+    if (!place.exists) return;
+    shared.work_ring.wait_empty(turn);
+    const int slot = shared.work_ring.stage(turn);
+    if (lane == 0) {
+      shared.work[slot] = ForwardWork::of<Traits::kBlockM, Traits::kBlockN>(
+          params.problem, schedule.grid, place.row_tile, place.head_tile, place.split,
+          schedule.num_splits);
+      const ForwardWork& work = shared.work[slot];
+      shared.endings[slot] = RowEndings::of(params, work);
+      shared.mask[slot] = TileMask::of(work.mask, work.tile.first_row);
+      shared.is_end[slot] = false;
     }
-    shared.is_end[slot] = false;
-    full.arrive();
+    __syncwarp(kLanes);
+    const ForwardWork& work = shared.work[slot];
+    const Range positions{work.packing.position_of(64 * lane),
+                          work.packing.position_of(64 * lane + 63) + 1};
+    shared.own[slot][lane] = OwnKeyTiles::of(work, positions, Traits::kBlockN);
+    shared.work_ring.fill_by_thread(turn++);
   };
   for_each_tile(schedule.order, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), publish);
-  LoadBarrier& full = shared.work_ring.wait_empty(turn);
-  shared.is_end[shared.work_ring.stage(turn)] = true;
-  full.arrive();
+  shared.work_ring.wait_empty(turn);
+  const int slot = shared.work_ring.stage(turn);
+  if (lane == 0) shared.is_end[slot] = true;
+  shared.own[slot][lane] = {};
+  shared.work_ring.fill_by_thread(turn);
 }
 
 // Where the keys of a row tile are.
@@ -132,6 +144,7 @@ __device__ __forceinline__ void load_tiles(const Problem<float>& problem, const 
                          work.mask.visible_keys().end,
                          problem.cu_seqlens_k == nullptr ? work.tile.index : 0};
     load_keys(Int<kHeadDim>{}, launch.k, shared.k_ring, k_count, shared.k, keys, tile);
+    load_v();
     LoadBarrier& q_full = shared.q_ring.wait_empty(q_count);
     q_full.arrive_and_expect_tx(packing.heads * packing.positions * kHeadDim * 2);
     load_tile<kHeadDim, kSwizzleColumns>(
@@ -141,7 +154,6 @@ __device__ __forceinline__ void load_tiles(const Problem<float>& problem, const 
          work.tile.sequence.length - work.tile.first_row,
          problem.cu_seqlens_q == nullptr ? work.tile.index : 0});
     ++q_count;
-    load_v();
     ++k_count;
     v_keys = keys;
     v_tile = tile;
@@ -154,6 +166,43 @@ __device__ __forceinline__ void load_tiles(const Problem<float>& problem, const 
     shared.work_ring.release_by_thread(turn);
   }
   load_v();
+}
+
+// Whether O leaves through Q: the rows of a tile must be a box, and O all there is.
+template <typename Traits>
+__device__ __forceinline__ bool leaves_through_q(const ForwardParams<float>& params,
+                                                 const QueryPacking& packing) {
+  return Traits::kStoresThroughQ && packing.heads == 1 && params.num_splits == 1;
+}
+
+// Stores what the consumers have left in the place of Q, which it then releases for them. By the
+// tensor memory accelerator, which writes whole lines and nothing behind the end of the sequence.
+template <typename Traits>
+__device__ __forceinline__ void store_tiles(const ForwardParams<float>& params,
+                                            const Launch& launch,
+                                            typename Traits::SharedStorage& shared) {
+  const bool is_packed = params.problem.cu_seqlens_q != nullptr;
+  const bool leaves = leaves_through_q<Traits>(params, launch.schedule.grid.packing);
+  int q_count = 0;
+  for (int turn = 0;; ++turn) {
+    shared.work_ring.wait_full(turn);
+    const int slot = shared.work_ring.stage(turn);
+    if (shared.is_end[slot]) break;
+    const ForwardWork& work = shared.work[slot];
+    if (!work.key_tiles.tiles.empty()) {
+      shared.out_ring.wait_full(q_count);
+      if (leaves) {
+        store_tile<Traits::kHeadDimV, Traits::kSwizzleColumns>(
+            launch.out, shared.q[shared.q_ring.stage(q_count)],
+            Traits::kBlockM * Traits::kSwizzleColumns, Traits::kBlockM,
+            {work.head, static_cast<int>(work.tile.sequence.first_row) + work.tile.first_row,
+             work.tile.sequence.rows - work.tile.first_row, is_packed ? 0 : work.tile.index});
+        tma_store_wait<0>();
+      }
+      shared.q_ring.release_by_thread(q_count++);
+    }
+    shared.work_ring.release_by_thread(turn);
+  }
 }
 
 // --------------------------------------------------------------------------------------- consumers
@@ -211,15 +260,11 @@ __device__ __forceinline__ void store_rows(const ForwardParams<float>& params,
   }
 }
 
-// The same by the tensor memory accelerator, a warp its 16 rows, which also writes whole lines and
-// none behind the end of the sequence. `tile` is one of Q's that nobody reads any more.
+// The same for the storer. `tile` is one of Q's, of whose rows this warpgroup's are read no more.
 template <typename Traits, class Accumulator>
-__device__ __forceinline__ void store_rows_through(typename Traits::Element* tile,
-                                                   const CUtensorMap& map, const ForwardWork& work,
-                                                   bool is_packed, int consumer,
-                                                   const Accumulator& tOrO) {
+__device__ __forceinline__ void leave_rows(typename Traits::Element* tile, int consumer,
+                                           const Accumulator& tOrO) {
   using Element = typename Traits::Element;
-  constexpr int kWarpRows = Traits::kWarpRows;
   Tensor sO = make_tensor(make_smem_ptr(tile), typename Traits::LayoutO{});
   auto smem_store =
       make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, typename Traits::OutputMma{});
@@ -227,16 +272,6 @@ __device__ __forceinline__ void store_rows_through(typename Traits::Element* til
   Tensor rounded = convert<Element>(tOrO);
   copy(smem_store, smem_thread.retile_S(rounded), smem_thread.partition_D(sO));
   tma_store_fence();
-  __syncwarp();
-  if (consumer % 32 == 0) {
-    const int first_row = consumer / 32 * kWarpRows;
-    const int position = work.tile.first_row + first_row;
-    store_tile<Traits::kHeadDimV, Traits::kSwizzleColumns>(
-        map, tile + first_row * Traits::kSwizzleColumns, Traits::kBlockM * Traits::kSwizzleColumns,
-        kWarpRows,
-        {work.head, static_cast<int>(work.tile.sequence.first_row) + position,
-         work.tile.sequence.rows - position, is_packed ? 0 : work.tile.index});
-  }
 }
 
 // ------------------------------------------------------------------------------------------ kernel
@@ -265,7 +300,10 @@ class Consumer {
   using ScoreTile = typename Traits::ScoreTile;
   using OutputTile = typename Traits::OutputTile;
   static constexpr int kBlockN = Traits::kBlockN;
-  static constexpr int kFirstStoreBarrier = 4;  // after those of Turns
+  static constexpr int kFirstLeaveBarrier = 4;  // after those of Turns
+  // So many key tiles may be passed over between two S while V of the former is not released: no
+  // more K are loaded then; and who holds the turn for O of the last of these waits for its V.
+  static constexpr int kMostBetween = Traits::kStages - Traits::kTakesTurns;
 
  public:
   __device__ __forceinline__ Consumer(const ForwardParams<float>& params, const Launch& launch,
@@ -280,25 +318,28 @@ class Consumer {
 
   __device__ __forceinline__ void run() {
     if constexpr (Traits::kTakesTurns) turns_.begin();
-    bool has_begun = false;  // S of the first key tile of row tile `turn_` is there
+    int tile = KeyTiles::kNone;  // of row tile `turn_`, the one whose S is there
     while (true) {
+      const bool has_begun = tile != KeyTiles::kNone;
       if (!has_begun) {
         shared_.work_ring.wait_full(turn_);
         if (is_end(turn_)) return;
       }
       begin_row_tile();
-      if (!has_begun && !begin_scores()) {
-        end_row_tile(end_softmax(), false);
-        continue;
+      if (!has_begun) {
+        if (uniform(own(turn_).key.tiles.size()) == 0) {
+          end_without_keys();
+          continue;
+        }
+        tile = begin_scores();
       }
-      int tile = uniform(my_tiles(turn_).tiles.begin);
       first_step(tile);
-      const int end = uniform(my_tiles(turn_).tiles.end);
+      const int end = uniform(own(turn_).key.tiles.end);
       // With three warpgroups there is no register for it.
-      while (++tile < (Traits::kWarpgroups > 2 ? uniform(my_tiles(turn_).tiles.end) : end)) {
+      while (++tile < (Traits::kWarpgroups > 2 ? uniform(own(turn_).key.tiles.end) : end)) {
         step(tile);
       }
-      has_begun = last_step();
+      tile = last_step();
     }
   }
 
@@ -312,15 +353,11 @@ class Consumer {
     return uniform(shared_.is_end[shared_.work_ring.stage(turn)]) != 0;
   }
 
-  // The key tiles of a row tile that matter to this warpgroup, and how many others there are.
-  __device__ __forceinline__ const KeyTiles& my_tiles(int turn) const {
-    return shared_.key_tiles[shared_.work_ring.stage(turn)][warpgroup_];
+  __device__ __forceinline__ const OwnKeyTiles& own(int turn) const {
+    return shared_.own[shared_.work_ring.stage(turn)][warpgroup_];
   }
-  __device__ __forceinline__ int skipped_before(int turn) const {
-    return my_tiles(turn).tiles.begin - work(turn).key_tiles.tiles.begin;
-  }
-  __device__ __forceinline__ int skipped_after(int turn) const {
-    return work(turn).key_tiles.tiles.end - my_tiles(turn).tiles.end;
+  __device__ __forceinline__ bool is_masked(int tile) const {
+    return !own(turn_).key.unmasked.contains(tile);
   }
 
   // ---- products
@@ -349,6 +386,7 @@ class Consumer {
   // The next key tiles are not needed, nor their turns to issue. K and V one after the other, as
   // they are loaded.
   __device__ __forceinline__ void skip_tiles(int skipped) {
+    CUTE_NO_UNROLL
     for (int i = 0; i < skipped; ++i) {
       if constexpr (Traits::kTakesTurns) {
         turns_.wait();
@@ -367,38 +405,44 @@ class Consumer {
     shared_.v_ring.release(count_++);
   }
 
-  // S of the first key tile, where last_step has not begun with it. Returns whether there is one.
-  __device__ __forceinline__ bool begin_scores() {
-    const bool sees_keys = uniform(my_tiles(turn_).tiles.size()) != 0;
-    const int skipped =
-        uniform(sees_keys ? skipped_before(turn_) : work(turn_).key_tiles.tiles.size());
-    if (!sees_keys && skipped > 0) {
-      // Before the key tiles: the last V is loaded after the next Q, which may need this place.
+  // A row tile none of whose keys matter to this warpgroup. It ends before it passes over them: so
+  // the storer need not wait for that.
+  __device__ __forceinline__ void end_without_keys() {
+    const int skipped = uniform(own(turn_).before);
+    const bool has_q = skipped > 0;
+    if (has_q) {
       shared_.q_ring.wait_full(q_count_);
-      shared_.q_ring.release(q_count_++);
+      if constexpr (!Traits::kStoresThroughQ) shared_.q_ring.release(q_count_);
+      ++q_count_;
     }
+    end_row_tile(end_softmax(shared_.endings[shared_.work_ring.stage(turn_)]), has_q);
     skip_tiles(skipped);
-    if (!sees_keys) return false;
+  }
+
+  // S of the first key tile, where last_step has not begun with it. Returns its number.
+  __device__ __forceinline__ int begin_scores() {
+    skip_tiles(uniform(own(turn_).before));
     shared_.q_ring.wait_full(q_count_);
     shared_.k_ring.wait_full(count_);
     issue_scores(count_);
     wait_for<0>(tSrS_);
-    return true;
+    return uniform(own(turn_).key.tiles.begin);
   }
 
   // S of the first key tile becomes P.
   __device__ __forceinline__ void first_step(int tile) {
+    const bool masked = is_masked(tile);
     shared_.k_ring.release(count_);
-    modify_and_mask(tile);
+    modify_and_mask(tile, masked);
     Tensor scores = as_rows_and_columns(tSrS_);
-    const auto maxima = softmax_.maxima(scores);
-    if (softmax_.outgrown_by(maxima)) softmax_.raise_maximum(maxima, [](int, float) {});
+    softmax_.raise_maximum(softmax_.maxima(scores), [](int, float) {});
     softmax_.exponentiate(scores);
     to_operand();
   }
 
   // O of the key tile before; S and P of this one.
   __device__ __forceinline__ void step(int tile) {
+    const bool masked = is_masked(tile);  // asked for before the products
     shared_.k_ring.wait_full(count_ + 1);
     if constexpr (Traits::kTakesTurns) turns_.wait();
     issue_scores(count_ + 1);
@@ -406,7 +450,7 @@ class Consumer {
     if constexpr (Traits::kTakesTurns) turns_.pass_on();
     wait_for<1>(tSrS_);
     shared_.k_ring.release(count_ + 1);
-    modify_and_mask(tile);
+    modify_and_mask(tile, masked);
     Tensor scores = as_rows_and_columns(tSrS_);
     const auto maxima = softmax_.maxima(scores);
     // O was issued when S was, and is nearly there: to issue a product takes until the one before
@@ -423,28 +467,28 @@ class Consumer {
     to_operand();
   }
 
-  // O of the last key tile, and meanwhile S of the next row tile's first. Returns whether that one
-  // has begun so.
-  __device__ __forceinline__ bool last_step() {
+  // O of the last key tile, and meanwhile S of the next row tile's first. Returns the number of
+  // that one, or kNone if the next row tile has not begun so.
+  __device__ __forceinline__ int last_step() {
+    // All that is read from shared memory is asked for before the product, which keeps it busy.
+    const RowEndings endings = shared_.endings[shared_.work_ring.stage(turn_)];
     // Where there are turns, before them: there the registers do not suffice for doing it while
     // the products run.
     RowScales<2> scales;
-    if constexpr (Traits::kTakesTurns) scales = end_softmax();
+    if constexpr (Traits::kTakesTurns) scales = end_softmax(endings);
     if constexpr (!Traits::kStoresThroughQ) shared_.q_ring.release(q_count_);
     ++q_count_;
-    if constexpr (Traits::kTakesTurns) turns_.wait();
-    issue_output();
-    const int skipped = uniform(skipped_after(turn_));
+    const int skipped = uniform(own(turn_).after);
     if constexpr (Traits::kStagesQ > 1) {
       shared_.work_ring.wait_full(turn_ + 1);
-      bool begins = !is_end(turn_ + 1) && uniform(my_tiles(turn_ + 1).tiles.size()) != 0;
-      int between = skipped;  // the two S
+      const Range next = own(turn_ + 1).key.tiles;
+      const int between = skipped + uniform(own(turn_ + 1).before);  // the two S
+      const int first = uniform(next.begin);
+      const bool begins = uniform(next.size()) != 0 && between <= kMostBetween;
+      if constexpr (Traits::kTakesTurns) turns_.wait();
+      issue_output();
       if (begins) {
-        between += uniform(skipped_before(turn_ + 1));
-        // While V is not released, so many more K can be loaded.
-        begins = between <= Traits::kStages;
-      }
-      if (begins) {
+        CUTE_NO_UNROLL
         for (int i = 1; i <= between; ++i) {
           // Others may have to issue before more K can be loaded.
           if constexpr (Traits::kTakesTurns) turns_.pass_on();
@@ -457,7 +501,7 @@ class Consumer {
       // Also where nothing begins, of what lies there: the compiler must know what is on its way.
       issue_scores(count_ + 1 + between);
       if constexpr (Traits::kTakesTurns) turns_.pass_on();
-      if constexpr (!Traits::kTakesTurns) scales = end_softmax();
+      if constexpr (!Traits::kTakesTurns) scales = end_softmax(endings);
       wait_for<1>(tOrO_);
       shared_.v_ring.release(count_++);
       if (begins) {
@@ -467,17 +511,17 @@ class Consumer {
       }
       end_row_tile(scales, true);
       wait_for<0>(tSrS_);
-      if (threadIdx.x % 32 == 0) tma_store_wait<0>();
-      shared_.q_ring.release(q_count_ - 1);
-      return begins;
+      return begins ? first : KeyTiles::kNone;
     } else {
+      if constexpr (Traits::kTakesTurns) turns_.wait();
+      issue_output();
       if constexpr (Traits::kTakesTurns) turns_.pass_on();
-      if constexpr (!Traits::kTakesTurns) scales = end_softmax();
+      if constexpr (!Traits::kTakesTurns) scales = end_softmax(endings);
       wait_for<0>(tOrO_);
       shared_.v_ring.release(count_++);
       skip_tiles(skipped);
       end_row_tile(scales, false);
-      return false;
+      return KeyTiles::kNone;
     }
   }
 
@@ -498,26 +542,29 @@ class Consumer {
   }
 
   // What happens to the scores of a key tile before the softmax.
-  __device__ __forceinline__ void modify_and_mask(int tile) {
+  __device__ __forceinline__ void modify_and_mask(int tile, bool masked) {
     const ForwardWork& work = this->work(turn_);
-    const bool masked = !my_tiles(turn_).unmasked.contains(tile);
     if (!masked && !Traits::kModifiesScores) return;
     Tensor scores = as_rows_and_columns(tSrS_);
     Tensor tScS =
         ScoreMma{}.get_slice(consumer_thread()).partition_C(make_identity_tensor(ScoreTile{}));
     Tensor coordinates = as_rows_and_columns(tScS);
-    const auto row_of = [&](int r) {
-      return work.tile.first_row + work.packing.position_of(get<0>(coordinates(r, 0)));
+    const auto position_of = [&](int r) {
+      return work.packing.position_of(get<0>(coordinates(r, 0)));
     };
     const auto key_of = [&](int c) { return tile * kBlockN + get<1>(coordinates(0, c)); };
     if constexpr (Traits::kModifiesScores) {
       if (modifiers_.has_softcap) modifiers_.apply_softcap(scores);
       if (modifiers_.has_alibi) {
         const auto slope_of = [&](int r) { return slopes_[r]; };
+        const auto row_of = [&](int r) { return work.tile.first_row + position_of(r); };
         modifiers_.apply_alibi(scores, slope_of, work.mask, row_of, key_of);
       }
     }
-    if (masked) apply_mask(scores, work.mask, row_of, key_of);
+    if (masked) {
+      const TileMask& mask = shared_.mask[shared_.work_ring.stage(turn_)];
+      apply_mask_by_bits(scores, [&](int r) { return mask.keys_of(position_of(r), key_of(0)); });
+    }
   }
 
   __device__ __forceinline__ void to_operand() {
@@ -526,10 +573,8 @@ class Consumer {
     for (int i = 0; i < size(words); ++i) words(i) = pack<Element>(tSrS_(2 * i), tSrS_(2 * i + 1));
   }
 
-  __device__ __forceinline__ RowScales<2> end_softmax() {
-    return neginf::end_softmax(params_, work(turn_),
-                               shared_.endings[shared_.work_ring.stage(turn_)], softmax_,
-                               output_coordinates());
+  __device__ __forceinline__ RowScales<2> end_softmax(const RowEndings& endings) {
+    return neginf::end_softmax(params_, endings, softmax_, output_coordinates());
   }
 
   // With `has_q`, number q_count_ - 1 is that of the row tile.
@@ -540,14 +585,14 @@ class Consumer {
     end_output(scales, output);
     if (params_.num_splits > 1) {
       store_partial(params_, work, output, coordinates);
-    } else if (Traits::kStoresThroughQ && has_q && work.packing.heads == 1) {
+    } else if (has_q && leaves_through_q<Traits>(params_, launch_.schedule.grid.packing)) {
       // The other warps' part of S may still be reading it.
-      cutlass::arch::NamedBarrier::sync(128, kFirstStoreBarrier + warpgroup_);
-      store_rows_through<Traits>(shared_.q[shared_.q_ring.stage(q_count_ - 1)], launch_.out, work,
-                                 params_.problem.cu_seqlens_q != nullptr, consumer_thread(), tOrO_);
+      cutlass::arch::NamedBarrier::sync(128, kFirstLeaveBarrier + warpgroup_);
+      leave_rows<Traits>(shared_.q[shared_.q_ring.stage(q_count_ - 1)], consumer_thread(), tOrO_);
     } else {
       store_rows<Traits>(params_, work, tOrO_, coordinates);
     }
+    if (Traits::kStoresThroughQ && has_q) shared_.out_ring.fill_by_thread(q_count_ - 1);
     shared_.work_ring.release_by_thread(turn_++);
   }
 
@@ -599,26 +644,45 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(shared_memory);
 
   if (threadIdx.x == 0) {
+    for (const CUtensorMap* map : {&launch.q, &launch.k, &launch.v}) prefetch_tma_descriptor(map);
     constexpr int kConsumerWarps = 4 * Traits::kWarpgroups;
-    shared.q_ring.init(kConsumerWarps);
+    constexpr int kConsumers = 32 * kConsumerWarps;
+    constexpr bool kHasStorer = Traits::kStoresThroughQ;
+    shared.q_ring.init(kHasStorer ? 1 : kConsumerWarps);
+    shared.out_ring.init(1, kConsumers);
     shared.k_ring.init(kConsumerWarps);
     shared.v_ring.init(kConsumerWarps);
-    shared.work_ring.init(32 * kConsumerWarps + 1);  // and the loader, thread by thread
+    // Read by threads, the loader's and the storer's among them.
+    shared.work_ring.init(kConsumers + 1 + kHasStorer, Traits::kWarpgroups);
     cutlass::arch::fence_barrier_init();
   }
   clear_unused_rows<Traits>(launch.schedule.grid.packing, shared);
   __syncthreads();
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      load_tiles<Traits>(params.problem, launch, shared);
-    } else if (threadIdx.x == 32) {
-      schedule_work<Traits>(params, launch.schedule, shared);
+    const int warp = cutlass::canonical_warp_idx_sync();
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (warp == 0) {
+      if (lane == 0) load_tiles<Traits>(params.problem, launch, shared);
+    } else if (warp == 1) {
+      if (lane < Traits::kWarpgroups) {
+        schedule_work<Traits>(params, launch.schedule, lane, shared);
+      }
+    } else if (warp == 2 && Traits::kStoresThroughQ) {
+      if (lane == 0) store_tiles<Traits>(params, launch, shared);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     Consumer<Traits>(params, launch, shared).run();
   }
+}
+
+// Whether rows see so many keys that LongForwardTile is the better one. Splits have none: they are
+// decided on by the tiles of the others (forward_block).
+inline bool is_long(const ForwardParams<float>& params) {
+  const MeanLengths mean = MeanLengths::of(params.problem);
+  return params.num_splits == 1 && mean.rows >= kLongForwardRows &&
+         mean.keys_per_row >= kLongForwardKeys;
 }
 
 // Pointers are aligned to 16 bytes, head_dim, head_dim_v and the strides of row, head and batch are
@@ -648,7 +712,7 @@ void launch_forward(const ForwardParams<float>& params) {
   if constexpr (Traits::kStoresThroughQ) {
     launch.out = tensor_map(params.out, kDType, params.out_strides, q_is_packed ? 1 : problem.batch,
                             problem.total_q, problem.num_heads, problem.head_dim_v,
-                            {Traits::kSwizzleColumns, 1, Traits::kWarpRows});
+                            {Traits::kSwizzleColumns, 1, Traits::kBlockM});
   }
 
   constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
@@ -662,7 +726,7 @@ void run_forward(const ForwardParams<float>& params) {
   const bool modifies_scores =
       params.problem.softcap != 0.f || params.problem.alibi_slopes != nullptr;
   dispatch_forward_tile<kHeadDim>(
-      params.problem.head_dim_v, modifies_scores,
+      params.problem.head_dim_v, modifies_scores, is_long(params),
       [&](auto tile, auto kHeadDimV, auto kModifiesScores) {
         launch_forward<
             ForwardTraits<Element, kHeadDim, kHeadDimV, decltype(tile), kModifiesScores>>(params);

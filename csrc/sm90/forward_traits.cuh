@@ -15,6 +15,43 @@ namespace neginf::sm90 {
 
 using namespace cute;
 
+// Which keys the rows of a tile see, by their position in it. Those behind the end of the sequence
+// see what they would see if it went on; nothing of them is stored.
+struct alignas(16) TileMask {
+  int begin;  // of the keys of position 0; of each further position one more
+  int end;    // likewise
+  int keys;   // of the sequence
+
+  static __device__ TileMask of(const Mask& mask, int first_row) {
+    constexpr int kUnbounded = kMaxSeqlen / 2;  // so that differences fit
+    const int diagonal = first_row + mask.offset();
+    return {mask.window_left < 0 ? -kUnbounded : diagonal - mask.window_left,
+            mask.window_right < 0 ? mask.seqlen_k : diagonal + mask.window_right + 1,
+            mask.seqlen_k};
+  }
+
+  // Counted from `first_key`.
+  __device__ Range keys_of(int position, int first_key) const {
+    return {position + begin - first_key, min(position + end, keys) - first_key};
+  }
+};
+
+// The key tiles of a row tile that matter to the rows of one warpgroup.
+struct alignas(16) OwnKeyTiles {
+  KeyTiles key;
+  int before;  // so many do not, in front of them and behind
+  int after;
+
+  static __device__ OwnKeyTiles of(const ForwardWork& work, Range positions, int block_n) {
+    const int first = work.tile.first_row;
+    const KeyTiles own = work.key_tiles.of_rows(
+        work.mask, {first + positions.begin, first + positions.end}, block_n);
+    const Range all = work.key_tiles.tiles;
+    if (own.tiles.empty()) return {own, all.size(), 0};
+    return {own, own.tiles.begin - all.begin, all.end - own.tiles.end};
+  }
+};
+
 template <typename Element_, int kHeadDim_, int kHeadDimV_, typename Tile, bool kModifiesScores_>
 struct ForwardTraits {
   using Element = Element_;
@@ -23,19 +60,18 @@ struct ForwardTraits {
   static constexpr bool kModifiesScores = kModifiesScores_;
   static constexpr int kBlockM = Tile::kBlockM;
   static constexpr int kBlockN = Tile::kBlockN;
-  static constexpr int kStages = 2;  // of K and V
+  static constexpr int kStages = Tile::kStages;
   static constexpr int kStagesQ = Tile::kStagesQ;
   static constexpr bool kTakesTurns = Tile::kTakesTurns;
-  // O leaves through the rows of Q that it was made from. With a single Q, the next one would have
-  // to wait for that.
+  // O leaves through the Q that it was made from. With a single Q, the next one would have to wait
+  // for that.
   static constexpr bool kStoresThroughQ = kStagesQ > 1;
   static constexpr int kWorkSlots = 4;
   static constexpr int kWarpgroups = kBlockM / 64;  // consumers
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
-  // Per thread; at most 512 for all warpgroups together, as many as the multiprocessor has. Two
-  // consumers leave some over for the producers, of which kernels that modify scores need more.
-  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : kModifiesScores ? 224 : 232;
-  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : kModifiesScores ? 56 : 40;
+  // Per thread; at most 512 for all warpgroups together, as many as the multiprocessor has.
+  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
 
   using ScoreTile = Shape<Int<kBlockM>, Int<kBlockN>>;
   using OutputTile = Shape<Int<kBlockM>, Int<kHeadDimV>>;
@@ -59,7 +95,6 @@ struct ForwardTraits {
   using LayoutQ =
       decltype(tile_to_shape(SwizzleAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStagesQ>>{}));
   using LayoutO = decltype(tile_to_shape(SwizzleAtom{}, OutputTile{}));
-  static constexpr int kWarpRows = 16;  // of a product
   template <int kColumns>
   using LayoutKeys =
       decltype(tile_to_shape(SwizzleAtom{}, Shape<Int<kBlockN>, Int<kColumns>, Int<kStages>>{}));
@@ -75,9 +110,11 @@ struct ForwardTraits {
     alignas(1024) Element v[kStages][kBlockN * kHeadDimV];
     ForwardWork work[kWorkSlots];
     RowEndings endings[kWorkSlots];
-    KeyTiles key_tiles[kWorkSlots][kWarpgroups];  // that matter to the rows of each
-    bool is_end[kWorkSlots];                      // there is no more work
+    TileMask mask[kWorkSlots];
+    OwnKeyTiles own[kWorkSlots][kWarpgroups];
+    bool is_end[kWorkSlots];  // there is no more work, and none in `own`
     Ring<kStagesQ> q_ring;
+    Ring<kStagesQ> out_ring;  // O in the place of Q, where it leaves so
     Ring<kStages> k_ring;
     Ring<kStages> v_ring;
     Ring<kWorkSlots> work_ring;
@@ -90,7 +127,7 @@ struct Launch {
   CUtensorMap q;
   CUtensorMap k;
   CUtensorMap v;
-  CUtensorMap out;  // for the 16 rows of a warp, one head
+  CUtensorMap out;
   Schedule schedule;
 };
 

@@ -40,6 +40,27 @@ struct TileOrder {
   }
 };
 
+// The row tiles of packed sequences (row_tile.h), cut as if all were equally long. Their lengths
+// are the GPU's to know; but this is only the order in which tiles come, and every tile does.
+struct PackedTiles {
+  int tiles;      // of all sequences
+  int sequences;  // one more, for what is left over
+  int64_t each;   // so many of a sequence, and one more; times 2^16
+
+  static PackedTiles of(int tiles, int batch, int64_t rows, int tile_size) {
+    return {tiles, batch + 1, batch == 0 ? 0 : (rows << 16) / tile_size / batch};
+  }
+
+  // The last sequence ends with the last tile.
+  NEGINF_HOST_DEVICE int first(int sequence) const {
+    return sequence == sequences ? tiles : sequence + static_cast<int>(sequence * each >> 16);
+  }
+  // No sequence has more.
+  int most() const {
+    return std::max(static_cast<int>((each + 0xffff) >> 16) + 1, tiles - first(sequences - 1));
+  }
+};
+
 // So many key tiles in a run that the start of a CTA, as long as about two of them, is less than
 // one percent.
 constexpr int kKeyTilesPerRun = 256;

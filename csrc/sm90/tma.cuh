@@ -13,8 +13,9 @@ namespace neginf::sm90 {
 using LoadBarrier = cutlass::arch::ClusterTransactionBarrier;  // a load has arrived
 using ReadBarrier = cutlass::arch::ClusterBarrier;             // its readers are done
 
-// A ring of kStages buffers: full[s] says that the load of buffer s has arrived. A role counts the
-// tiles that it has seen; that says which buffer is next and which phase its barriers are in.
+// A ring of kStages buffers: full[s] says that the load of buffer s has arrived, or where threads
+// write it that all of them have. A role counts the tiles that it has seen; that says which buffer
+// is next and which phase its barriers are in.
 template <int kStages>
 struct LoadRing {
   LoadBarrier full[kStages];
@@ -22,8 +23,8 @@ struct LoadRing {
   static __device__ __forceinline__ int stage(int count) { return count % kStages; }
   static __device__ __forceinline__ uint32_t phase(int count) { return count / kStages % 2; }
 
-  __device__ void init() {
-    for (int s = 0; s < kStages; ++s) full[s].init(1);
+  __device__ void init(int writers = 1) {
+    for (int s = 0; s < kStages; ++s) full[s].init(writers);
   }
 
   __device__ __forceinline__ void wait_full(int count) { full[stage(count)].wait(phase(count)); }
@@ -31,6 +32,8 @@ struct LoadRing {
   __device__ __forceinline__ bool is_full(int count) const {
     return full[stage(count)].test_wait(phase(count));
   }
+  // By threads that write buffers.
+  __device__ __forceinline__ void fill_by_thread(int count) { full[stage(count)].arrive(); }
 };
 
 // empty[s] says that every reader is past buffer s: warps, whose lanes wait for products together,
@@ -40,8 +43,8 @@ struct Ring : LoadRing<kStages> {
   using LoadRing<kStages>::stage, LoadRing<kStages>::phase;
   ReadBarrier empty[kStages];
 
-  __device__ void init(int readers) {
-    LoadRing<kStages>::init();
+  __device__ void init(int readers, int writers = 1) {
+    LoadRing<kStages>::init(writers);
     for (int s = 0; s < kStages; ++s) empty[s].init(readers);
   }
 

@@ -38,6 +38,25 @@ void test_every_tile_once() {
   }
 }
 
+void test_packed_sequences_share_out_all_tiles() {
+  std::mt19937 random(0);
+  for (int trial = 0; trial < 20000; ++trial) {
+    const int batch = random() % (trial % 3 == 0 ? 2000 : 20);
+    const int64_t rows = trial % 7 == 0 ? 0 : random() % (trial % 2 == 0 ? 2000000 : 5000);
+    const int tile_size = 1 + random() % 192;
+    const int tiles = static_cast<int>(rows / tile_size) + batch + 1;
+    const auto packed = PackedTiles::of(tiles, batch, rows, tile_size);
+    CHECK(packed.first(0) == 0 && packed.first(packed.sequences) == tiles);
+    for (int sequence = 0; sequence < packed.sequences; ++sequence) {
+      const int size = packed.first(sequence + 1) - packed.first(sequence);
+      CHECK(0 <= size && size <= packed.most());
+    }
+  }
+  // 8 whole tiles each, and the unused one.
+  const auto equal = PackedTiles::of(145, 16, 16384, 128);
+  CHECK(equal.first(1) == 9 && equal.first(16) == 144 && equal.most() == 9);
+}
+
 void test_ctas_stay_where_runs_would_be_short_or_few() {
   CHECK(choose_tiles_per_cta(2048, 16, true, 132) == 0);
   CHECK(choose_tiles_per_cta(500, 1000, true, 132) == 0);
@@ -68,6 +87,7 @@ void test_runs_are_long_many_and_leave_no_more_idle() {
 
 int main() {
   test_every_tile_once();
+  test_packed_sequences_share_out_all_tiles();
   test_ctas_stay_where_runs_would_be_short_or_few();
   test_runs_are_long_many_and_leave_no_more_idle();
   return report();
