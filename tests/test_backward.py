@@ -208,6 +208,25 @@ def test_hundred_deterministic_backwards(target, changes):
                 judge.assert_bits_equal(gradient, expected, f"d{name} at head_dim {head_dim}")
 
 
+@runs_on("forward", "backward", dtypes=("bfloat16",), gpu_only=True)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lengths_q": (2100,), "lengths_k": (1900,), "causal": True},
+        {"heads_k": 2, "window_size": (300, 40)},
+        {"used_q": (1029,), "used_k": (650,), "sink": (0.5, -2.0, 3.0, NEG_INF)},
+        {"varlen": True, "lengths_q": (1500, 0, 1700, 1229), "lengths_k": (700, 5, 0, 1100)},
+    ],
+    ids=str,
+)
+def test_many_rows(target, head_dim, changes):
+    """Sequences of many rows have tiles of their own."""
+    problem = Problem(lengths_q=(1300,), lengths_k=(700,), heads=4, heads_k=4, head_dim=head_dim)
+    check_gradients(Inputs(problem.with_(**changes), target.dtype, target.device))
+
+
 @runs_on("forward", "backward")
 @pytest.mark.parametrize("heads_k", [1, 2, 6])
 @pytest.mark.parametrize("causal", [False, True])

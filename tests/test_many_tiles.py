@@ -12,6 +12,8 @@ CASES = {
     "full": {"lengths_q": (300,) * 12, "lengths_k": (150,) * 12},
     "causal_empty_rows": {"lengths_q": (400,) * 12, "lengths_k": (250,) * 12, "causal": True},
     "window": {"lengths_q": (400,) * 12, "lengths_k": (500,) * 12, "window_size": (70, 5)},
+    # Between two row tiles warpgroups pass over many key tiles, and must not wait for each other.
+    "narrow_window": {"lengths_q": (900,) * 8, "lengths_k": (900,) * 8, "window_size": (200, 0)},
     "sink": {
         "lengths_q": (400,) * 12, "lengths_k": (100,) * 12, "causal": True, "sink": (0.5,) * 12,
     },
@@ -36,7 +38,7 @@ def problem_of(case, head_dim, head_dim_v=None):
 
 @runs_on("forward", dtypes=("bfloat16",), gpu_only=True)
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"), [(64, None), (128, None), (192, 128), (256, None)]
+    ("head_dim", "head_dim_v"), [(64, None), (96, None), (128, None), (192, 128), (256, None)]
 )
 @pytest.mark.parametrize("case", CASES)
 def test_forward(target, case, head_dim, head_dim_v):
