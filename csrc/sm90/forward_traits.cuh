@@ -131,4 +131,11 @@ struct Launch {
   Schedule schedule;
 };
 
+// Whether O leaves through Q: the rows of a tile must be a box, and O all there is.
+template <typename Traits>
+__device__ __forceinline__ bool leaves_through_q(const ForwardParams<float>& params,
+                                                 const QueryPacking& packing) {
+  return Traits::kStoresThroughQ && packing.heads == 1 && params.num_splits == 1;
+}
+
 }  // namespace neginf::sm90
