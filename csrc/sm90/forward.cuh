@@ -1,8 +1,8 @@
 // Attention forward with WGMMA and the tensor memory accelerator, for sm90.
 //
 // A CTA works on one tile of kBlockM query rows after the other (tile_order.h) and on their keys by
-// tiles of kBlockN. A scheduler thread says what the next tile of rows is, a loader thread fetches
-// its Q, K and V, and consumer warpgroups multiply. Each of these owns 64 of the rows from S to O,
+// tiles of kBlockN. The scheduler says what the next tile of rows is, a loader thread fetches its
+// Q, K and V, and consumer warpgroups multiply. Each of these owns 64 of the rows from S to O,
 // so that the softmax needs no exchange beyond a quad, and passes over the key tiles that only the
 // others' rows see.
 //
