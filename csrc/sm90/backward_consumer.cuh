@@ -74,6 +74,18 @@ class BackwardConsumer {
     return Traits::kIsWide ? 0 : warpgroup() * 128;
   }
 
+  // body(work, turn) for all works, one after the other.
+  template <class Body>
+  __device__ __forceinline__ void for_each_work(const Body& body) {
+    for (int turn = 0;; ++turn) {
+      shared_.work_ring.wait_full(turn);
+      const int slot = shared_.work_ring.stage(turn);
+      if (uniform(shared_.is_end[slot]) != 0) return;
+      body(shared_.work[slot], turn);
+      shared_.work_ring.release(turn);
+    }
+  }
+
   __device__ __forceinline__ const Statistics& statistics(int count) const {
     return shared_.statistics[shared_.q_ring.stage(count)];
   }

@@ -31,11 +31,7 @@ class NarrowConsumer : BackwardConsumer<Traits> {
   using Base::Base;
 
   __device__ __forceinline__ void run() {
-    for (int turn = 0;; ++turn) {
-      shared_.work_ring.wait_full(turn);
-      const int slot = shared_.work_ring.stage(turn);
-      if (uniform(shared_.is_end[slot]) != 0) return;
-      const KeyWork& work = shared_.work[slot];
+    Base::for_each_work([&](const KeyWork& work, int turn) __attribute__((always_inline)) {
       clear(dk_);
       clear(dv_);
       shared_.k_ring.wait_full(turn);
@@ -49,8 +45,7 @@ class NarrowConsumer : BackwardConsumer<Traits> {
       shared_.v_ring.release(turn);
       Base::store_dv(work, dv_);
       Base::store_dk(work, dk_);
-      shared_.work_ring.release(turn);
-    }
+    });
   }
 
  private:

@@ -91,11 +91,7 @@ class PipelinedConsumer : BackwardConsumer<Traits> {
 
   __device__ __forceinline__ void run() {
     if (Base::warpgroup() == 1) pass_turn();
-    for (int turn = 0;; ++turn) {
-      shared_.work_ring.wait_full(turn);
-      const int slot = shared_.work_ring.stage(turn);
-      if (uniform(shared_.is_end[slot]) != 0) return;
-      const KeyWork& work = shared_.work[slot];
+    Base::for_each_work([&](const KeyWork& work, int turn) __attribute__((always_inline)) {
       Base::key_stage_ = shared_.k_ring.stage(turn);
       clear(dk_);
       clear(dv_);
@@ -109,8 +105,7 @@ class PipelinedConsumer : BackwardConsumer<Traits> {
       shared_.v_ring.release(turn);
       Base::store_dv(work, dv_);
       Base::store_dk(work, dk_);
-      shared_.work_ring.release(turn);
-    }
+    });
   }
 
  private:
@@ -348,11 +343,7 @@ class QueryGradConsumer : BackwardConsumer<Traits> {
       GradientsHandover::say_free(buffer);
     }
     int count = 0;
-    for (int turn = 0;; ++turn) {
-      shared_.work_ring.wait_full(turn);
-      const int slot = shared_.work_ring.stage(turn);
-      if (uniform(shared_.is_end[slot]) != 0) return;
-      const KeyWork& work = shared_.work[slot];
+    Base::for_each_work([&](const KeyWork& work, int turn) __attribute__((always_inline)) {
       Base::key_stage_ = shared_.k_ring.stage(turn);
       shared_.k_ring.wait_full(turn);
       for (int left = uniform(work.row_tiles.size() * work.group); left > 0; --left) {
@@ -360,8 +351,7 @@ class QueryGradConsumer : BackwardConsumer<Traits> {
         ++count;
       }
       shared_.k_ring.release(turn);
-      shared_.work_ring.release(turn);
-    }
+    });
   }
 
  private:

@@ -30,19 +30,14 @@ class WideConsumer : protected BackwardConsumer<Traits> {
   using typename Base::KeyGrad, typename Base::Operand, typename Base::QueryGrad,
       typename Base::Scores, typename Base::SharedStorage, typename Base::SlopedP;
 
-  // body(work, turn) for all works.
+  // body(work, turn) for all works, when K is there and the gradient 0.
   template <class Body>
-  __device__ __forceinline__ void for_each_work(const Body& body) {
-    for (int turn = 0;; ++turn) {
-      shared_.work_ring.wait_full(turn);
-      const int slot = shared_.work_ring.stage(turn);
-      if (uniform(shared_.is_end[slot]) != 0) return;
-      const KeyWork& work = shared_.work[slot];
+  __device__ __forceinline__ void for_each_gradient(const Body& body) {
+    Base::for_each_work([&](const KeyWork& work, int turn) __attribute__((always_inline)) {
       clear(gradient_);
       shared_.k_ring.wait_full(turn);
       body(work, turn);
-      shared_.work_ring.release(turn);
-    }
+    });
   }
 
   __device__ __forceinline__ void release_keys(int turn) {
@@ -86,7 +81,7 @@ class ValuesConsumer : WideConsumer<Traits> {
   using Wide::Wide;
 
   __device__ __forceinline__ void run() {
-    Wide::for_each_work([&](const KeyWork& work, int turn) __attribute__((always_inline)) {
+    Wide::for_each_gradient([&](const KeyWork& work, int turn) __attribute__((always_inline)) {
       if (uniform(work.row_tiles.size()) > 0) {
         row_step_ = RowStep::first(work);
         shared_.q_ring.wait_full(count_);
@@ -169,7 +164,7 @@ class KeysConsumer : WideConsumer<Traits> {
   using Wide::Wide;
 
   __device__ __forceinline__ void run() {
-    Wide::for_each_work([&](const KeyWork& work, int turn) __attribute__((always_inline)) {
+    Wide::for_each_gradient([&](const KeyWork& work, int turn) __attribute__((always_inline)) {
       shared_.v_ring.wait_full(turn);
       for (int left = work.row_tiles.size() * work.group; uniform(left) > 0; --left) step();
       Wide::release_keys(turn);
