@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import neginf
+from ranks import TWO_GPUS, Ranks
 from targets import FEW_GPUS, NO_GPU, TARGETS_KEY, targets
 
 COMMON = {
@@ -42,6 +43,20 @@ def target(request):
     """A (device, arch, dtype) with the back-end forced for the test's time."""
     with neginf.backend(request.param.forced_backend):
         yield request.param
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("cpu", 1), ("cpu", 2), ("cpu", 3), TWO_GPUS],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
+def ranks(request, tmp_path_factory):
+    """So many processes, the ranks of one group. Started once for a module."""
+    device, size = request.param
+    ranks = Ranks(size, tmp_path_factory.mktemp("store") / "store", device)
+    ranks.device = device
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(autouse=True)

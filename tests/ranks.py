@@ -3,11 +3,19 @@
 import io
 import traceback
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from targets import FEW_GPUS
+
 TIMEOUT_SECONDS = 120
+TWO_GPUS = pytest.param(
+    ("cuda", 2),
+    marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason=FEW_GPUS),
+    id="cuda-2",
+)
 
 
 class Ranks:
@@ -88,3 +96,20 @@ def _to_bytes(value):
 
 def _from_bytes(data):
     return torch.load(io.BytesIO(data), weights_only=False)
+
+
+# ---- for functions that run on a rank
+
+
+def here():
+    """The device of this process, which is a rank."""
+    return f"cuda:{dist.get_rank()}" if dist.get_backend() == "nccl" else "cpu"
+
+
+def dtype_here():
+    """The kernels' own."""
+    return torch.bfloat16 if here() != "cpu" else torch.float64
+
+
+def lse_dtype_here():
+    return torch.promote_types(dtype_here(), torch.float32)
