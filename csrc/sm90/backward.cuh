@@ -56,13 +56,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * Traits::kWarpgroups;
     constexpr int kWarpsWithK = Traits::kThreads / 32 - 4;
-    shared.work_ring.init();
+    shared.work_ring.init(Traits::kWorkReaders);
     shared.loaded.init(1);
     shared.k_ring.init(kWarpsWithK);
     shared.v_ring.init(kConsumerWarps);
     shared.q_ring.init();
     shared.dout_ring.init(kConsumerWarps);
     shared.uncleared.init(1);
+    for (ReadBarrier& barrier : shared.dq_free) barrier.init(1);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();

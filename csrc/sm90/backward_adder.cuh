@@ -172,7 +172,7 @@ class QueryGradAdder {
       }
       change_turn({});
       __syncwarp();
-      shared_.work_ring.release(turn);
+      shared_.work_ring.release_by_thread(turn);
     }
     if (is_first_lane()) cute::tma_store_wait<0>();
   }

@@ -82,7 +82,7 @@ class BackwardConsumer {
       const int slot = shared_.work_ring.stage(turn);
       if (uniform(shared_.is_end[slot]) != 0) return;
       body(shared_.work[slot], turn);
-      shared_.work_ring.release(turn);
+      shared_.work_ring.release_by_thread(turn);
     }
   }
 

@@ -39,7 +39,6 @@ __device__ __forceinline__ void claim_work(const BackwardParams<float>& params,
       full.arrive();
     }
     is_end = __any_sync(0xffffffffu, is_end);
-    if (is_end && turn > 0) shared.work_ring.wait_released(turn - 1);
   }
 }
 
@@ -72,7 +71,7 @@ class Loader {
         load_work(work);
       }
       __syncwarp();
-      shared_.work_ring.release(turn_);
+      shared_.work_ring.release_by_thread(turn_);
       if (is_first_lane()) shared_.loaded.arrive();
     }
     if (is_first_lane()) {

@@ -57,22 +57,30 @@ struct GradientsHandover {
   }
 };
 
-// Passes a tile of dQ from its warpgroup to the adder, and the buffer back.
+// Passes a tile of dQ from its warpgroup to the adder, and the buffer back. A buffer is full by the
+// stores of threads and free by a lane's word, as that lane alone waits for the copy engine.
 struct PipelinedQueryGradHandover {
   static constexpr int kBuffers = 3;
   static constexpr int kThreads = 128 + 32;
 
   static __device__ __forceinline__ void say_full(int count) {
-    barrier_arrive(PipelinedBarrier::kQueryGradFull + count % kBuffers, kThreads);
+    barrier_arrive(full_barrier(count), kThreads);
   }
   static __device__ __forceinline__ void await_full(int count) {
-    barrier_sync(PipelinedBarrier::kQueryGradFull + count % kBuffers, kThreads);
+    barrier_sync(full_barrier(count), kThreads);
   }
-  static __device__ __forceinline__ void say_free(int count) {
-    barrier_arrive(PipelinedBarrier::kQueryGradFree + count % kBuffers, kThreads);
+  static __device__ __forceinline__ void say_free(ReadBarrier (&free)[kBuffers], int count) {
+    free[count % kBuffers].arrive();
   }
-  static __device__ __forceinline__ void await_free(int count) {
-    barrier_sync(PipelinedBarrier::kQueryGradFree + count % kBuffers, kThreads);
+  static __device__ __forceinline__ void await_free(ReadBarrier (&free)[kBuffers], int count) {
+    free[count % kBuffers].wait(count / kBuffers % 2);
+  }
+
+ private:
+  // Two are enough for three buffers: before the adder has met the warpgroup on one of them, it
+  // does not say that the buffer of the next tile but one is free.
+  static __device__ __forceinline__ int full_barrier(int count) {
+    return PipelinedBarrier::kQueryGradFull + count % 2;
   }
 };
 
@@ -106,9 +114,18 @@ class PipelinedConsumer : BackwardConsumer<Traits> {
       Base::store_dv(work, dv_);
       Base::store_dk(work, dk_);
     });
+    end_barriers();
   }
 
  private:
+  // A barrier must not be left half complete: what was said and nobody waits for any more.
+  __device__ __forceinline__ void end_barriers() const {
+    for (int buffer = 0; buffer < GradientsHandover::kBuffers; ++buffer) {
+      GradientsHandover::await_free(buffer, Base::warpgroup());
+    }
+    if (Base::warpgroup() == 0) await_turn();
+  }
+
   __device__ __forceinline__ void add_all_rows(const KeyWork& work) {
     row_step_ = RowStep::first(work);
     row_tiles_ = uniform_range(work.row_tiles);
@@ -363,7 +380,7 @@ class QueryGradConsumer : BackwardConsumer<Traits> {
     GradientsHandover::say_free(count);
     constexpr int kTile = Traits::kBlockM * Traits::kHeadDim;
     float* const tile = shared_.dq + count % Handover::kBuffers * kTile;
-    Handover::await_free(count);
+    Handover::await_free(shared_.dq_free, count);
     Base::store_dq(dq, tile + Base::consumer_thread() / 32 % 4 * (kTile / 4));
     cutlass::arch::fence_view_async_shared();
     Handover::say_full(count);
@@ -385,7 +402,7 @@ class PipelinedAdder {
       : rows_(rows), shared_(shared) {}
 
   __device__ __forceinline__ void run() {
-    Handover::say_free(0);
+    if (is_first_lane()) Handover::say_free(shared_.dq_free, 0);
     int count = 0;
     for (int turn = 0;; ++turn) {
       shared_.work_ring.wait_full(turn);
@@ -399,7 +416,7 @@ class PipelinedAdder {
         ++count;
       }
       __syncwarp();
-      shared_.work_ring.release(turn);
+      shared_.work_ring.release_by_thread(turn);
     }
     if (is_first_lane()) cute::tma_store_wait<0>();
   }
@@ -409,9 +426,11 @@ class PipelinedAdder {
 
   __device__ __forceinline__ void add(int count, float* to) const {
     // The tile before the last one has been read, and its buffer is the next one's.
-    if (is_first_lane()) cute::tma_store_wait<1>();
+    if (is_first_lane()) {
+      cute::tma_store_wait<1>();
+      Handover::say_free(shared_.dq_free, count + 1);
+    }
     __syncwarp();
-    Handover::say_free(count + 1);
     Handover::await_full(count);
     if (is_first_lane()) {
       const float* const from = shared_.dq + count % Handover::kBuffers * kTile;

@@ -22,20 +22,17 @@ struct BackwardBarrier {
   static constexpr int kQueryGradFree = 4;
   static constexpr int kProbabilities = 6;
   static constexpr int kGradients = 8;
-  // Of buffers.
-  static constexpr int kQueriesRead = 10;  // up to three
-  static constexpr int kWorkRead = 13;     // two
+  static constexpr int kQueriesRead = 10;  // of buffers, up to three
   static constexpr int kCleared = 15;
 };
 
 // Those of the pipelined kernel.
 struct PipelinedBarrier {
-  // As many as there are buffers.
-  static constexpr int kQueryGradFull = 1;
-  static constexpr int kQueryGradFree = 4;
-  static constexpr int kGradientsFull = 7;
-  static constexpr int kGradientsFree = 9;  // and for each consumer
-  static constexpr int kTurn = 13;          // of a consumer
+  static constexpr int kQueryGradFull = 1;  // two, used in turn
+  static constexpr int kGradientsFull = 3;  // of buffers
+  static constexpr int kGradientsFree = 5;  // of buffers, for each consumer
+  static constexpr int kTurn = 9;           // of a consumer
+  static constexpr int kQueriesRead = 11;   // of buffers, four
 };
 static_assert(BackwardBarrier::kCleared == 15);  // is also the pipelined kernel's
 
@@ -154,10 +151,11 @@ struct BackwardTraits {
   using LayoutsDs = std::conditional_t<kTransposesDq, Layouts<kBlockM, kBlockN, kStagesDs, 64>,
                                        Layouts<kBlockN, kBlockM, kStagesDs, 64>>;  // dS, dS^T
 
-  // What threads read themselves. Where all barriers of the hardware are taken warps release it.
-  template <int kStages, int kFirstBarrier, int kReaders>
-  using ReadersRing = std::conditional_t<kIsPipelined, WarpsRing<kStages, kReaders>,
-                                         ThreadsRing<kStages, kFirstBarrier, kReaders>>;
+  static constexpr int kQueriesRead =
+      kIsPipelined ? PipelinedBarrier::kQueriesRead : BackwardBarrier::kQueriesRead;
+  // Who reads works: all but the claimer, which writes them, and the clearer, which the loader
+  // waits for.
+  static constexpr int kWorkReaders = kThreads - 2 * 32;
 
   struct SharedStorage {
     alignas(1024) Element k[kStagesK][kBlockN * kHeadDim];
@@ -172,16 +170,14 @@ struct BackwardTraits {
     alignas(8) Divisor careful[kStagesQ][kBlockM];  // of a tile that needs care
     KeyWork work[2];
     bool is_end[2];
-    // Its readers are all but the claimer, which writes it, and the clearer, which the loader waits
-    // for.
-    ReadersRing<2, BackwardBarrier::kWorkRead, kThreads - 2 * 32> work_ring;
+    Ring<2> work_ring;
     Ring<kStagesK> k_ring;
     Ring<kStagesK> v_ring;
-    ReadersRing<kStagesQ, BackwardBarrier::kQueriesRead, 128 * kWarpgroups>
-        q_ring;  // and statistics
+    ThreadsRing<kStagesQ, kQueriesRead, 128 * kWarpgroups> q_ring;  // and statistics
     Ring<kStagesDout> dout_ring;
-    ReadBarrier loaded;     // all loads of the last work have been issued
-    LoadBarrier uncleared;  // to_clear is there, and what it speaks of
+    ReadBarrier dq_free[kStagesDq];  // if pipelined
+    ReadBarrier loaded;              // all loads of the last work have been issued
+    LoadBarrier uncleared;           // to_clear is there, and what it speaks of
     ToClear to_clear;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);

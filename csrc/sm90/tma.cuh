@@ -61,23 +61,6 @@ struct Ring : LoadRing<kStages> {
   }
 };
 
-// A ring from which kReaders threads read themselves, whole warps. Lane 0 of a warp says that it is
-// past a buffer, once its lanes have met, which orders what the others have read before that.
-template <int kStages, int kReaders>
-struct WarpsRing : Ring<kStages> {
-  using Ring<kStages>::stage, Ring<kStages>::phase;
-
-  __device__ void init() { Ring<kStages>::init(kReaders / 32); }
-
-  __device__ __forceinline__ void wait_released(int count) {
-    this->empty[stage(count)].wait(phase(count));
-  }
-  __device__ __forceinline__ void release(int count) {
-    __syncwarp();
-    Ring<kStages>::release(count);
-  }
-};
-
 // A ring from which kReaders threads read themselves. Each says that it is past a buffer, by one of
 // the CTA's barriers from number kFirstBarrier on, as so many would take long to arrive in shared
 // memory. A warp waits for them.
