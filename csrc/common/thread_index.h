@@ -14,4 +14,7 @@ __device__ __forceinline__ int thread_index_again() {
   return index;
 }
 
+// Whether it is the one of its warp that does what one must do.
+__device__ __forceinline__ bool is_first_lane() { return thread_index_again() % 32 == 0; }
+
 }  // namespace neginf

@@ -6,6 +6,7 @@
 #include "../common/backward_work.cuh"
 #include "../common/thread_index.h"
 #include "backward_traits.cuh"
+#include "backward_works.cuh"
 #include "named_barrier.cuh"
 #include "tma.cuh"
 
@@ -159,27 +160,18 @@ class QueryGradAdder {
       : params_(params), rows_(rows), shared_(shared) {}
 
   __device__ __forceinline__ void run() {
-    for (int turn = 0;; ++turn) {
-      shared_.work_ring.wait_full(turn);
-      const int slot = shared_.work_ring.stage(turn);
-      if (shared_.is_end[slot]) break;
-      const KeyWork& work = shared_.work[slot];
-      RowStep step = RowStep::first(work);
-      for (int left = work.row_tiles.size() * work.group; left > 0; --left) {
+    for_each_work(shared_, [&](const KeyWork& work, int) {
+      for_each_step(work, [&](const RowStep& step) {
 #pragma unroll 1
         for (int part = 0; part < Traits::kQueryGradParts; ++part) add(work, step, part);
-        step.advance(work);
-      }
+      });
       change_turn({});
       __syncwarp();
-      shared_.work_ring.release_by_thread(turn);
-    }
+    });
     if (is_first_lane()) cute::tma_store_wait<0>();
   }
 
  private:
-  static __device__ __forceinline__ bool is_first_lane() { return thread_index_again() % 32 == 0; }
-
   __device__ __forceinline__ void add(const KeyWork& work, const RowStep& step, int part) {
     await_read<1>();
     Handover::say_free(0);

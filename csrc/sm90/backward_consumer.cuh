@@ -11,6 +11,7 @@
 #include "../common/thread_index.h"
 #include "backward_adder.cuh"
 #include "backward_traits.cuh"
+#include "backward_works.cuh"
 #include "wgmma.cuh"
 
 namespace neginf::sm90 {
@@ -74,16 +75,22 @@ class BackwardConsumer {
     return Traits::kIsWide ? 0 : warpgroup() * 128;
   }
 
-  // body(work, turn) for all works, one after the other.
+  // Of who has both dK and dV of its keys: body(work) for all works that any row sees, with K and V
+  // there and gradients to be added to.
   template <class Body>
-  __device__ __forceinline__ void for_each_work(const Body& body) {
-    for (int turn = 0;; ++turn) {
-      shared_.work_ring.wait_full(turn);
-      const int slot = shared_.work_ring.stage(turn);
-      if (uniform(shared_.is_end[slot]) != 0) return;
-      body(shared_.work[slot], turn);
-      shared_.work_ring.release_by_thread(turn);
-    }
+  __device__ __forceinline__ void for_each_gradient(KeyGrad& dk, KeyGrad& dv, const Body& body) {
+    for_each_work(shared_, [&](const KeyWork& work, int turn) __attribute__((always_inline)) {
+      key_stage_ = shared_.k_ring.stage(turn);
+      clear(dk);
+      clear(dv);
+      shared_.k_ring.wait_full(turn);
+      shared_.v_ring.wait_full(turn);
+      if (uniform(work.row_tiles.size()) > 0) body(work);
+      shared_.k_ring.release(turn);
+      shared_.v_ring.release(turn);
+      store_dv(work, dv);
+      store_dk(work, dk);
+    });
   }
 
   __device__ __forceinline__ const Statistics& statistics(int count) const {

@@ -28,7 +28,7 @@ __device__ __forceinline__ void claim_work(const BackwardParams<float>& params,
   bool is_end = false;
   for (int turn = 0; !is_end; ++turn) {
     LoadBarrier& full = shared.work_ring.wait_empty(turn);
-    if (thread_index_again() % 32 == 0) {
+    if (is_first_lane()) {
       // Not before it is needed, so that work goes to who is free.
       if (turn > 0) shared.loaded.wait((turn - 1) % 2);
       const int slot = shared.work_ring.stage(turn);
@@ -95,8 +95,6 @@ class Loader {
       if (step.is_last(work)) return;
     }
   }
-
-  static __device__ __forceinline__ bool is_first_lane() { return thread_index_again() % 32 == 0; }
 
   // ---- tiles
 

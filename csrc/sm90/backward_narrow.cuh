@@ -31,20 +31,10 @@ class NarrowConsumer : BackwardConsumer<Traits> {
   using Base::Base;
 
   __device__ __forceinline__ void run() {
-    Base::for_each_work([&](const KeyWork& work, int turn) __attribute__((always_inline)) {
-      clear(dk_);
-      clear(dv_);
-      shared_.k_ring.wait_full(turn);
-      shared_.v_ring.wait_full(turn);
-      if (uniform(work.row_tiles.size()) > 0) {
-        row_step_ = RowStep::first(work);
-        while (uniform(!row_step_.is_last(work))) step(work);
-        step(work);
-      }
-      shared_.k_ring.release(turn);
-      shared_.v_ring.release(turn);
-      Base::store_dv(work, dv_);
-      Base::store_dk(work, dk_);
+    Base::for_each_gradient(dk_, dv_, [&](const KeyWork& work) __attribute__((always_inline)) {
+      row_step_ = RowStep::first(work);
+      while (uniform(!row_step_.is_last(work))) step(work);
+      step(work);
     });
   }
 

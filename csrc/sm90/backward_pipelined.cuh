@@ -99,20 +99,9 @@ class PipelinedConsumer : BackwardConsumer<Traits> {
 
   __device__ __forceinline__ void run() {
     if (Base::warpgroup() == 1) pass_turn();
-    Base::for_each_work([&](const KeyWork& work, int turn) __attribute__((always_inline)) {
-      Base::key_stage_ = shared_.k_ring.stage(turn);
-      clear(dk_);
-      clear(dv_);
-      shared_.k_ring.wait_full(turn);
-      shared_.v_ring.wait_full(turn);
-      if (uniform(work.row_tiles.size()) > 0) {
-        fetch_v();
-        add_all_rows(work);
-      }
-      shared_.k_ring.release(turn);
-      shared_.v_ring.release(turn);
-      Base::store_dv(work, dv_);
-      Base::store_dk(work, dk_);
+    Base::for_each_gradient(dk_, dv_, [&](const KeyWork& work) __attribute__((always_inline)) {
+      fetch_v();
+      add_all_rows(work);
     });
     end_barriers();
   }
@@ -360,7 +349,7 @@ class QueryGradConsumer : BackwardConsumer<Traits> {
       GradientsHandover::say_free(buffer);
     }
     int count = 0;
-    Base::for_each_work([&](const KeyWork& work, int turn) __attribute__((always_inline)) {
+    for_each_work(shared_, [&](const KeyWork& work, int turn) __attribute__((always_inline)) {
       Base::key_stage_ = shared_.k_ring.stage(turn);
       shared_.k_ring.wait_full(turn);
       for (int left = uniform(work.row_tiles.size() * work.group); left > 0; --left) {
@@ -404,26 +393,16 @@ class PipelinedAdder {
   __device__ __forceinline__ void run() {
     if (is_first_lane()) Handover::say_free(shared_.dq_free, 0);
     int count = 0;
-    for (int turn = 0;; ++turn) {
-      shared_.work_ring.wait_full(turn);
-      const int slot = shared_.work_ring.stage(turn);
-      if (shared_.is_end[slot]) break;
-      const KeyWork& work = shared_.work[slot];
-      RowStep step = RowStep::first(work);
-      for (int left = work.row_tiles.size() * work.group; left > 0; --left) {
+    for_each_work(shared_, [&](const KeyWork& work, int) {
+      for_each_step(work, [&](const RowStep& step) {
         add(count, rows_.dq_of(step.number(rows_, work)));
-        step.advance(work);
         ++count;
-      }
-      __syncwarp();
-      shared_.work_ring.release_by_thread(turn);
-    }
+      });
+    });
     if (is_first_lane()) cute::tma_store_wait<0>();
   }
 
  private:
-  static __device__ __forceinline__ bool is_first_lane() { return thread_index_again() % 32 == 0; }
-
   __device__ __forceinline__ void add(int count, float* to) const {
     // The tile before the last one has been read, and its buffer is the next one's.
     if (is_first_lane()) {

@@ -33,7 +33,7 @@ class WideConsumer : protected BackwardConsumer<Traits> {
   // body(work, turn) for all works, when K is there and the gradient 0.
   template <class Body>
   __device__ __forceinline__ void for_each_gradient(const Body& body) {
-    Base::for_each_work([&](const KeyWork& work, int turn) __attribute__((always_inline)) {
+    for_each_work(shared_, [&](const KeyWork& work, int turn) __attribute__((always_inline)) {
       clear(gradient_);
       shared_.k_ring.wait_full(turn);
       body(work, turn);
