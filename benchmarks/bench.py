@@ -3,7 +3,8 @@
 A call is captured in a CUDA graph and its replays are timed with events, so that Python does not
 count. Back-ends take turns within each round, so that all of them meet the same clocks; what is
 reported is the median. Before each replay a buffer larger than the L2 cache is cleared: every
-sample starts cold, and the host is ahead of the GPU when the clock starts.
+sample starts cold, and the host is ahead of the GPU when the clock starts. What is to be timed warm
+runs once instead; a graph of several calls must bring its own data then, more than L2 holds.
 """
 
 import argparse
@@ -78,6 +79,11 @@ class Captured:
         self.graph.replay()
 
 
+def one_by_one(calls):
+    """A call that makes all of them and returns their results."""
+    return lambda: [call() for call in calls]
+
+
 class Eager:
     """A call of so little host time that it needs no graph."""
 
@@ -85,9 +91,9 @@ class Eager:
         self.run = call
 
 
-def sample_ms(measured, flush):
+def sample_ms(measured, run_before):
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flush.zero_()
+    run_before()
     start.record()
     measured.run()
     end.record()
@@ -95,13 +101,13 @@ def sample_ms(measured, flush):
     return start.elapsed_time(end)
 
 
-def interleaved_ms(measured, rounds):
+def interleaved_ms(measured, rounds, is_warm=False):
     """The median time of each, {name: Captured or Eager}, in ms."""
     flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     samples = {name: [] for name in measured}
     for _ in range(rounds):
         for name, one in measured.items():
-            samples[name].append(sample_ms(one, flush))
+            samples[name].append(sample_ms(one, one.run if is_warm else flush.zero_))
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
@@ -175,6 +181,7 @@ class Result:
     rates: dict  # back-end: rate
     roof: float  # rate of the roof in the same rounds
     reasons: dict = field(default_factory=dict)  # back-end: why it has no rate
+    us: float | None = None  # of our call, where a time is what one asks for
 
 
 def ratio(ours, theirs):
@@ -204,11 +211,14 @@ def table(title, results, roof, peer=None):
     """A row per result: the case, the rate of each back-end and of the roof, and our ratios."""
     drawn = Table(title=title)
     first = results[0]
-    for column in (*first.case, *first.rates, roof, *ratios(first, peer, roof)):
+    has_times = any(result.us is not None for result in results)
+    times = [f"{OURS}, us"] if has_times else []
+    for column in (*first.case, *times, *first.rates, roof, *ratios(first, peer, roof)):
         drawn.add_column(column, justify="right")
     for result in results:
         drawn.add_row(
             *(str(value) for value in result.case.values()),
+            *([number(result.us, 1)] if has_times else []),
             *(number(rate, 0) for rate in (*result.rates.values(), result.roof)),
             *(number(r, 2) for r in ratios(result, peer, roof).values()),
         )
@@ -236,6 +246,7 @@ def records(results, peer, roof):
             **r.case,
             **r.rates,
             roof: r.roof,
+            **({} if r.us is None else {"us": r.us}),
             "ratios": ratios(r, peer, roof),
             **({"reasons": r.reasons} if r.reasons else {}),
         }

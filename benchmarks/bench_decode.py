@@ -4,12 +4,17 @@ Run: python benchmarks/bench_decode.py [--batch 16 --seqlens 8192 --heads 32/8 -
 
 A decode step is bound by memory: every key and value is read once. The table shows GB/s of K and V
 (kernel time by graph replay), that of torch's copy_ of a large buffer (read and written), and our
-rate over the best peer's and over the copy's. Random data; every back-end is checked against a
-float32 reference on the first and the last sequence, and all of them against each other.
+rate over the best peer's and over the copy's. Each case has two rows. "in-turn" is the share of a
+call in a graph of 20 or more, as a serving engine captures its layers: each reads the next of
+several caches, together too large for one to be in L2 when its turn comes again. "cold" is a single
+call: L2 has been cleared, of code as well, and the launch of the graph counts.
+Random data; every call of every back-end is checked against a float32 reference on the first and
+the last sequence, and all of them against each other.
 Without options it runs a table of cases from one long sequence to many short ones. --mixed draws
 lengths evenly between 1k and the given one, and adds a row of equal lengths of the same total.
 """
 
+import math
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -21,6 +26,10 @@ import neginf
 from bench_combine import ROOF, copy_of_large_buffer
 
 SHORTEST = 1024  # of mixed lengths
+IN_TURN, COLD = "in-turn", "cold"
+CALLS = 20  # in turn, at least
+TURN_BYTES = 512 << 20  # of the caches that calls read in turn, at least: ten times an L2
+MOST_TURNS = 64
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,10 @@ class Case:
     def traffic(self):
         """Bytes of K and V."""
         return sum(self.lengths()) * self.heads_k * 2 * self.head_dim * self.dtype.itemsize
+
+    def turns(self):
+        """How many caches calls read in turn, so that none is in L2 when it is read again."""
+        return min(max(2, math.ceil(TURN_BYTES / self.traffic())), MOST_TURNS)
 
     def columns(self):
         return {
@@ -222,22 +235,37 @@ def check(problem, results):
         bench.check_agreement({name: {"out": out} for name, out in results.items()})
 
 
-def measure(case, rounds, copy):
-    problem = Problem(case)
+def in_turn(prepare, problems, count):
+    """So many calls, each of the next problem."""
+    prepared = [prepare(problem) for problem in problems]
+    return bench.one_by_one([prepared[i % len(prepared)] for i in range(count)])
+
+
+def measure(case, calls, rounds, copy):
+    problems = [Problem(case) for _ in range(case.turns() if calls == IN_TURN else 1)]
+    count = max(CALLS, len(problems)) if calls == IN_TURN else 1
     backends = {n: f for n, (f, module) in BACKENDS.items() if not module or find_spec(module)}
     graphs, reasons = {}, {}
     for name, prepare in backends.items():
         captured, reason = bench.attempt(
-            lambda prepare=prepare: bench.Captured(lambda: prepare(problem))
+            lambda prepare=prepare: bench.Captured(lambda: in_turn(prepare, problems, count))
         )
         if captured is None:
             reasons[name] = reason
         else:
             graphs[name] = captured
-    check(problem, {name: captured.result for name, captured in graphs.items()})
-    ms = bench.interleaved_ms({**graphs, ROOF: copy[0]}, rounds)
-    rates = {name: case.traffic() / ms[name] / 1e6 if name in ms else None for name in backends}
-    return bench.Result(case.columns(), rates, copy[1] / ms[ROOF] / 1e6, reasons)
+    for i in range(count):
+        outs = {name: captured.result[i] for name, captured in graphs.items()}
+        check(problems[i % len(problems)], outs)
+    ms = bench.interleaved_ms({**graphs, ROOF: copy[0]}, rounds, is_warm=calls == IN_TURN)
+    moved = count * case.traffic()
+    return bench.Result(
+        {**case.columns(), "calls": calls},
+        {name: moved / ms[name] / 1e6 if name in ms else None for name in backends},
+        copy[1] / ms[ROOF] / 1e6,
+        reasons,
+        1e3 * ms[bench.OURS] / count if bench.OURS in ms else None,
+    )
 
 
 def heads_pair(text):
@@ -259,6 +287,10 @@ def options_of(doc):
     options.add_argument("--page-sizes", type=int, nargs="+", help="0: a dense cache")
     options.add_argument("--mixed", action="store_true", help="lengths from 1k to the given one")
     options.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    both = (IN_TURN, COLD)
+    options.add_argument(
+        "--calls", type=bench.choice_of(both), default=both, metavar="A,B", help=",".join(both)
+    )
     return options
 
 
@@ -297,7 +329,9 @@ def main():
     bench.need_gpu("bench_decode.py")
     torch.manual_seed(0)
     copy = copy_of_large_buffer()
-    results = [measure(case, options.rounds, copy) for case in cases]
+    results = [
+        measure(case, calls, options.rounds, copy) for case in cases for calls in options.calls
+    ]
     bench.report(options, f"decode, {options.dtype}", results, ROOF, "keys", "GB/s of K and V")
 
 

@@ -144,6 +144,17 @@ def test_records_are_json():
     assert second["reasons"] == {"torch cuDNN": "RuntimeError: no such kernel"}
 
 
+def test_times_are_shown_where_there_are_some():
+    text = io.StringIO()
+    timed = [*results(), bench.Result({"head_dim": 64}, {}, 750.0, us=15.84)]
+    Console(file=text, width=200).print(bench.table("speeds", timed, "matmul"))
+    lines = text.getvalue().splitlines()
+    assert "neginf, us" in lines[2]
+    assert " 15.8 " in lines[-2]
+    assert "us" not in bench.records(timed, None, "matmul")[0]
+    assert bench.records(timed, None, "matmul")[-1]["us"] == 15.84
+
+
 def test_plot_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "speeds.png"
@@ -287,6 +298,22 @@ def test_decode_is_that_of_the_formula(changes):
     results[bench.OURS][-1, 0, 0] *= 0.9
     with pytest.raises(SystemExit, match="neginf and the formula disagree"):
         bench_decode.check(problem, results)
+
+
+def test_decode_calls_read_caches_in_turn():
+    """Enough of them that none is in L2 again."""
+    assert bench_decode.Case(16, 32768).turns() == 2
+    one_sequence = bench_decode.Case(1, 8192)
+    assert one_sequence.turns() * one_sequence.traffic() == bench_decode.TURN_BYTES
+    assert bench_decode.Case(1, 64).turns() == bench_decode.MOST_TURNS
+    assert bench_decode.options_of("doc").parse_args([]).calls == ("in-turn", "cold")
+
+    small = bench_decode.Case(3, 40, heads=4, heads_k=2, head_dim=16)
+    problems = [bench_decode.Problem(small, "cpu") for _ in range(2)]
+    outs = bench_decode.in_turn(bench_decode.neginf_decode, problems, 3)()
+    assert len(outs) == 3
+    for problem, out in zip([*problems, problems[0]], outs, strict=True):
+        bench_decode.check(problem, {bench.OURS: out})
 
 
 def test_decode_pages_of_a_dense_cache():
