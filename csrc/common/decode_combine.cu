@@ -160,8 +160,7 @@ struct SharedRow {
               __shfl_sync(kAllLanes, share.weight, first_state + i * kStates)};
 #pragma unroll
           for (int j = 0; j < kVector; ++j) {
-            // As weighted(), in one instruction less.
-            sum[j] = fmaf(of_state.weight, of_state.contributes ? states[i][j] : 0.f, sum[j]);
+            sum[j] = of_state.add_weighted(sum[j], states[i][j]);
           }
         }
       }
