@@ -1,5 +1,6 @@
 // Attention of few query rows over a long cache, with mma.sync and cp.async. Reading K and V takes
-// all the time there is, so that this kernel serves every GPU from sm80 on.
+// all the time there is, so that this kernel serves every GPU from sm80 on. On sm90 slices that are
+// whole come by tensor maps (sm90/decode_copies.cuh).
 //
 // A tile has kRows query rows of one sequence: all heads that share a key head, for as many
 // positions as fit. decode_plan.h says which keys a CTA attends to, one segment after the other.
@@ -75,7 +76,7 @@ struct DecodeWork : ForwardWork {
 
 // ------------------------------------------------------------------------------------------ traits
 
-template <typename Element_, typename Tile_, int kRows_>
+template <typename Element_, typename Tile_, int kRows_, template <int> class Copies_>
 struct DecodeTraits {
   using Element = Element_;
   using Tile = Tile_;
@@ -87,6 +88,7 @@ struct DecodeTraits {
   static constexpr bool kSharesQueries = kRows * kHeadDim > 16 * 128;
   static constexpr int kKeys = Tile::kKeys;
   static constexpr int kStages = kSharesQueries ? Tile::kStagesBesideQueries : Tile::kStages;
+  using Copies = Copies_<kStages>;
   static constexpr int kWarps = Tile::kWarps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kBlockN = Tile::kBlockN;
@@ -103,8 +105,8 @@ struct DecodeTraits {
   using SharedQueries = SharedTile<kRows, kHeadDim>;
 
   struct Slice {
-    alignas(128) Element k[kKeys * kHeadDim];
-    alignas(128) Element v[kKeys * kHeadDim];
+    alignas(1024) Element k[kKeys * kHeadDim];
+    alignas(1024) Element v[kKeys * kHeadDim];
   };
   // 8 columns more, so that the rows of a quad column meet different banks.
   static constexpr int kOutputStride = kHeadDim + 8;
@@ -120,11 +122,32 @@ struct DecodeTraits {
     bool has_work;
     DecodeWork work;
     TileSplits splits;
+    typename Copies::Barriers barriers[kWarps];
   };
   static_assert(sizeof(SharedStorage) * Tile::kBlocksPerSm <= Tile::kSharedBytes);
 };
 
 // ------------------------------------------------------------------------------------------ loader
+
+// What could load a slice of which every row exists in one go: nothing.
+template <int kStages>
+struct NoSliceCopies {
+  struct Maps {
+    template <typename Tile>
+    static Maps of(const DecodeParams<float>&, DType) {
+      return {};
+    }
+  };
+  struct Barriers {};
+
+  __device__ __forceinline__ NoSliceCopies(const Maps&, Barriers&) {}
+  static __device__ __forceinline__ bool are_usable() { return false; }
+  template <class Slice>
+  __device__ __forceinline__ void issue(const Slice&, int, int, int, int) {}
+  __device__ __forceinline__ void skip(int) {}
+  __device__ __forceinline__ void wait(int) {}
+  static __device__ __forceinline__ void fence() {}
+};
 
 // A warp's loads of its slices of a segment, in order.
 template <typename Traits>
@@ -136,8 +159,9 @@ class SliceLoader {
 
  public:
   __device__ __forceinline__ SliceLoader(const DecodeParams<float>& params,
+                                         typename Traits::Copies& copies,
                                          typename Traits::SharedStorage& shared, int warp)
-      : params_(params), shared_(shared), work_(shared.work), warp_(warp) {}
+      : params_(params), copies_(copies), shared_(shared), work_(shared.work), warp_(warp) {}
 
   // The entry of a slice, long before it is issued.
   __device__ __forceinline__ void look_up(int first_key) {
@@ -152,8 +176,9 @@ class SliceLoader {
       const Slice& slice = shared_.of_warp[warp_].ring[stage];
       unsigned& keys_of_slice = shared_.keys_of_slice[warp_][stage];
       if (is_in_one_entry()) {
-        issue_from_entry(first_key, slice, keys_of_slice);
+        issue_from_entry(first_key, stage, slice, keys_of_slice);
       } else {
+        copies_.skip(stage);
         issue_row_by_row(first_key, slice, keys_of_slice);
       }
       look_up(first_key + Traits::kBlockN);
@@ -186,7 +211,7 @@ class SliceLoader {
     }
   };
 
-  __device__ __forceinline__ void issue_from_entry(int first_key, const Slice& slice,
+  __device__ __forceinline__ void issue_from_entry(int first_key, int stage, const Slice& slice,
                                                    unsigned& keys_of_slice) {
     const CacheRow first = CachedSequence::row_of(params_.cache, entry_, slot_of(first_key));
     const Range& visible = work_.visible;
@@ -194,6 +219,11 @@ class SliceLoader {
         first.exists ? intersect({0, kKeys}, {visible.begin - first_key, visible.end - first_key})
                      : Range{0, 0};
     if (thread_index() % 32 == 0) keys_of_slice = bits(wanted.end) & ~bits(wanted.begin);
+    if (copies_.are_usable() && wanted.size() == kKeys) {
+      copies_.issue(slice, stage, first.entry, first.row, work_.head_k);
+      return;
+    }
+    copies_.skip(stage);
     const Mine mine;
     const auto load = [&](const Element* to, const void* from, const Strides& strides,
                           int head_dim) {
@@ -252,6 +282,7 @@ class SliceLoader {
   }
 
   const DecodeParams<float>& params_;
+  typename Traits::Copies& copies_;
   typename Traits::SharedStorage& shared_;
   const DecodeWork& work_;
   int warp_;
@@ -360,6 +391,7 @@ template <typename Traits, class Output, class Softmax>
 __device__ __forceinline__ void attend(const DecodeParams<float>& params, const DecodeWork& work,
                                        const ScoreModifiers& modifiers,
                                        const float (&slopes)[Traits::kRowsPerThread], int warp,
+                                       typename Traits::Copies& copies,
                                        typename Traits::SharedStorage& shared, Output& tOrO,
                                        Softmax& softmax) {
   using Element = typename Traits::Element;
@@ -372,7 +404,7 @@ __device__ __forceinline__ void attend(const DecodeParams<float>& params, const 
 
   const int begin = work.blocks.begin * Traits::kBlockN + warp * kKeys;
   const int end = work.blocks.end * Traits::kBlockN;
-  SliceLoader<Traits> loader(params, shared, warp);
+  SliceLoader<Traits> loader(params, copies, shared, warp);
   loader.look_up(begin);
   std::conditional_t<Traits::kSharesQueries, SharedQueryOperand<Traits>, QueryOperand<Traits>>
       queries;
@@ -394,6 +426,7 @@ __device__ __forceinline__ void attend(const DecodeParams<float>& params, const 
         cp_async_wait<kStages - 2>();
         __syncwarp();
         queries.arrive(work, shared, warp);
+        copies.fence();
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
       continue;
@@ -403,6 +436,7 @@ __device__ __forceinline__ void attend(const DecodeParams<float>& params, const 
     const uint32_t k_address = cast_smem_ptr_to_uint(slice.k) + OperandK::begin(lane, 0);
     const uint32_t v_address = cast_smem_ptr_to_uint(slice.v) + OperandV::begin(lane, 0);
     const unsigned keys = shared.keys_of_slice[warp][stage];
+    copies.wait(stage);
     stage = stage + 1 == kStages ? 0 : stage + 1;
 
     Tensor tSrS = partition_fragment_C(mma, typename Traits::ScoreTile{});
@@ -428,6 +462,7 @@ __device__ __forceinline__ void attend(const DecodeParams<float>& params, const 
       apply_mask(scores, work.mask, row_of, key_of);
     }
     if (keys != (kKeys == 32 ? 0xffffffffu : (1u << kKeys) - 1)) {
+      copies.fence();
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
         if (keys >> get<1>(coordinates(0, c)) & 1) continue;
@@ -592,10 +627,12 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
     decode_kernel(const __grid_constant__ DecodeParams<float> params,
                   const __grid_constant__ DecodeGrid grid,
-                  const __grid_constant__ DecodeSlots slots) {
-  extern __shared__ __align__(128) char shared_memory[];
+                  const __grid_constant__ DecodeSlots slots,
+                  const __grid_constant__ typename Traits::Copies::Maps maps) {
+  extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(shared_memory);
   const int warp = thread_index() / 32;
+  typename Traits::Copies copies(maps, shared.barriers[warp]);
   wait_for_earlier_kernels();
   DecodePlan plan(params, grid);
   if (warp == 0) {
@@ -640,8 +677,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::Tile::kBlocksPerSm)
     Tensor tOrO = partition_fragment_C(mma, typename Traits::OutputTile{});
     clear(tOrO);
     OnlineSoftmax<Traits::kRowsPerThread> softmax(modifiers.scale);
-    attend<Traits>(params, work, modifiers, slopes, warp, shared, tOrO, softmax);
+    attend<Traits>(params, work, modifiers, slopes, warp, copies, shared, tOrO, softmax);
     write<Traits>(params, slots, shared.splits, work, modifiers.scale, warp, softmax, tOrO, shared);
+    copies.fence();
     __syncthreads();
   }
 }
@@ -657,24 +695,27 @@ void launch_decode(const DecodeParams<float>& params) {
   const DecodeSlots slots = DecodeSlots::allocate(params, grid, Traits::kRows);
   constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   allow_shared_memory<decode_kernel<Traits>>(kSharedBytes);
-  launch_dependent(decode_kernel<Traits>, static_cast<unsigned>(grid.num_workers()),
-                   Traits::kThreads, kSharedBytes, params.stream, params, grid, slots);
+  launch_dependent(
+      decode_kernel<Traits>, static_cast<unsigned>(grid.num_workers()), Traits::kThreads,
+      kSharedBytes, params.stream, params, grid, slots,
+      Traits::Copies::Maps::template of<typename Traits::Tile>(params, Traits::kDType));
   if (grid.may_split()) combine_decode(params, grid, slots, Traits::kDType);
 }
 
 // Pointers are aligned to 16 bytes, head_dim, head_dim_v and the strides of row, head and batch are
 // multiples of 8 elements; head_dim_v <= head_dim <= Tile::kHeadDim.
-template <typename Element, typename Tile>
+template <typename Element, typename Tile, template <int> class Copies>
 void run_decode(const DecodeParams<float>& params) {
   const Problem<float>& problem = params.problem;
   const int64_t rows = int64_t{problem.seqlen_q} * (problem.num_heads / problem.num_heads_k);
   if constexpr (Tile::kMostRows > 16) {
-    if (rows > 16) return launch_decode<DecodeTraits<Element, Tile, Tile::kMostRows>>(params);
+    if (rows > 16)
+      return launch_decode<DecodeTraits<Element, Tile, Tile::kMostRows, Copies>>(params);
   }
-  launch_decode<DecodeTraits<Element, Tile, 16>>(params);
+  launch_decode<DecodeTraits<Element, Tile, 16, Copies>>(params);
 }
 
-template <typename Element, typename Tile>
-using RegisterDecode = RegisterKernel<DecodeParams<float>, run_decode<Element, Tile>>;
+template <typename Element, typename Tile, template <int> class Copies = NoSliceCopies>
+using RegisterDecode = RegisterKernel<DecodeParams<float>, run_decode<Element, Tile, Copies>>;
 
 }  // namespace neginf::sm80

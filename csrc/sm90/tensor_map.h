@@ -50,33 +50,43 @@ inline CUtensorMapSwizzle swizzle_of(int columns) {
                          : CU_TENSOR_MAP_SWIZZLE_32B;
 }
 
+// The stride of a dimension of 16-bit elements. Without a second element it may be anything, also
+// what a map refuses.
+inline cuuint64_t byte_stride(int64_t stride, int64_t size) {
+  return static_cast<cuuint64_t>(size > 1 ? 2 * stride : 16);
+}
+
+inline CUresult encode_map(CUtensorMap& map, DType dtype, const void* start,
+                           const cuuint64_t (&dims)[5], const cuuint64_t (&byte_strides)[4],
+                           const cuuint32_t (&box)[5], CUtensorMapL2promotion promotion) {
+  const cuuint32_t element_strides[] = {1, 1, 1, 1, 1};
+  return tensor_map_encoder()(
+      &map,
+      dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      5, const_cast<void*>(start), dims, byte_strides, box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(static_cast<int>(box[0])), promotion,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
 // Of a (batch, rows, heads, head_dim) tensor of 16-bit elements; dimensions of the map: column,
 // head, position in the tile, offset of the tile, batch.
 inline CUtensorMap tensor_map(const void* tensor, DType dtype, const Strides& strides, int batch,
                               int64_t rows, int heads, int head_dim, const TensorBox& box) {
   if (rows == 0) return {};  // nothing will be fetched
-  // The stride of a dimension that has no second element may be anything, also what a map refuses.
-  const auto bytes = [](int64_t stride, int64_t size) { return size > 1 ? 2 * stride : 16; };
-  const int64_t row_bytes = bytes(strides.row, rows);
+  const cuuint64_t row_bytes = byte_stride(strides.row, rows);
   const char* start = static_cast<const char*>(tensor) - box.positions * row_bytes;
   const cuuint64_t dims[] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(heads),
                              static_cast<cuuint64_t>(box.positions),
                              static_cast<cuuint64_t>(rows + box.positions + 1),
                              static_cast<cuuint64_t>(batch)};
-  const cuuint64_t byte_strides[] = {
-      static_cast<cuuint64_t>(bytes(strides.head, heads)), static_cast<cuuint64_t>(row_bytes),
-      static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(bytes(strides.batch, batch))};
+  const cuuint64_t byte_strides[] = {byte_stride(strides.head, heads), row_bytes, row_bytes,
+                                     byte_stride(strides.batch, batch)};
   const cuuint32_t box_dims[] = {static_cast<cuuint32_t>(box.swizzle_columns),
                                  static_cast<cuuint32_t>(box.heads),
                                  static_cast<cuuint32_t>(box.positions), 1, 1};
-  const cuuint32_t element_strides[] = {1, 1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result = tensor_map_encoder()(
-      &map,
-      dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      5, const_cast<char*>(start), dims, byte_strides, box_dims, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(box.swizzle_columns),
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode_map(map, dtype, start, dims, byte_strides, box_dims,
+                                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("neginf: cuTensorMapEncodeTiled failed with error " +
                              std::to_string(static_cast<int>(result)));

@@ -33,6 +33,19 @@ std::vector<short> filled(const Matrix& matrix) {
   return memory;
 }
 
+// Where a tensor map of 128-byte swizzle puts the rows of a column block, whose address is a
+// multiple of 1024: bits 4 to 6 of a plain address, xor bits 7 to 9.
+template <class Tile>
+void check_place_of_tensor_map() {
+  static_assert(Tile::kRowBytes == 128 && Tile::kBlockBytes % 1024 == 0);
+  for (int row = 0; row < Tile::kTileRows; ++row) {
+    for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
+      const uint32_t plain = row * 128 + chunk * 16;
+      CHECK(Tile::offset(row, chunk) == (plain ^ (plain >> 7 & 7) << 4));
+    }
+  }
+}
+
 using Registers = std::array<std::array<std::array<int, 2>, 4>, 32>;  // of lane, register, half
 
 // address_of(lane) is what the lane passes.
@@ -199,5 +212,9 @@ int main() {
   check_backward<192, 32, 32, 4, 2, 2, 2>();
   check_backward<256, 64, 64, 8, 4, 2, 2>();
   check_backward<256, 32, 32, 4, 2, 2, 2>();
+
+  check_place_of_tensor_map<SwizzledTile<32, 64>>();
+  check_place_of_tensor_map<SwizzledTile<16, 128>>();
+  check_place_of_tensor_map<SwizzledTile<16, 256>>();
   return report();
 }
