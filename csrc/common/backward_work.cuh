@@ -53,12 +53,8 @@ struct KeyWork {
     const int block_m = rows.tile_rows;
     row_tiles = tiles_covering(mask.rows_of_keys(keys.rows(block_n)), block_m);
     start_tile = row_tiles.begin;
-    if (rows.first_stores && !params.deterministic && problem.window_right < 0) {
-      // All keys have the same rows then. Who begins elsewhere finds no dQ that another one is just
-      // storing for the first time.
-      start_tile +=
-          static_cast<int>(int64_t{row_tiles.size()} * keys.first_row / max(1, keys.sequence.rows));
-    }
+    // Who begins elsewhere finds no dQ that another one is just storing for the first time.
+    if (rows.first_stores) spread_starts(params);
     forget();
     // Rows past the end of the sequence are padding and do not count.
     const Range common = mask.rows_common_to_keys(keys.rows(block_n));
@@ -66,6 +62,14 @@ struct KeyWork {
     unmasked_tiles = {(common.begin + block_m - 1) / block_m, common_end / block_m};
     forget();
     first_tile = first_row_tile(problem, block_m, keys.index);
+  }
+
+  // Lets tiles of keys that have the same rows begin with different ones, so that few add to the
+  // same dQ at a time. When each dQ is summed in order, they follow each other anyhow.
+  __device__ __forceinline__ void spread_starts(const BackwardParams<float>& params) {
+    if (params.deterministic || params.problem.window_right >= 0) return;
+    start_tile +=
+        static_cast<int>(int64_t{row_tiles.size()} * keys.first_row / max(1, keys.sequence.rows));
   }
 
  private:

@@ -35,7 +35,10 @@ __device__ __forceinline__ void claim_work(const BackwardParams<float>& params,
       const int number = atomicAdd(rows.next_work, 1);
       is_end = number >= works;
       shared.is_end[slot] = is_end;
-      if (!is_end) shared.work[slot].find(params, rows, Traits::kBlockN, number);
+      if (!is_end) {
+        shared.work[slot].find(params, rows, Traits::kBlockN, number);
+        if constexpr (Traits::kIsWide) shared.work[slot].spread_starts(params);
+      }
       full.arrive();
     }
     is_end = __any_sync(0xffffffffu, is_end);
