@@ -159,6 +159,9 @@ class KeysConsumer : WideConsumer<Traits> {
   using Wide::count_, Wide::gradient_, Wide::shared_, Wide::statistics;
   // See NarrowConsumer.
   static constexpr bool kReadsAhead = Traits::kHeadDim < 256;
+  // The second part of dQ is handed over while the next dP runs: when it is there, its buffer still
+  // has the first part.
+  static constexpr bool kHoldsPart = Traits::kQueryGradParts == 2;
 
  public:
   using Wide::Wide;
@@ -166,13 +169,25 @@ class KeysConsumer : WideConsumer<Traits> {
   __device__ __forceinline__ void run() {
     Wide::for_each_gradient([&](const KeyWork& work, int turn) __attribute__((always_inline)) {
       shared_.v_ring.wait_full(turn);
-      for (int left = work.row_tiles.size() * work.group; uniform(left) > 0; --left) step();
+      add_rows(work.row_tiles.size() * work.group);
       Wide::release_keys(turn);
       Wide::store_dk(work, gradient_);
     });
   }
 
  private:
+  __device__ __forceinline__ void add_rows(int left) {
+    if constexpr (kHoldsPart) {
+      if (uniform(left) == 0) return;
+      step<false>();
+      while (uniform(--left) > 0) step<true>();
+      Wide::hand_over(held_);
+    } else {
+      for (; uniform(left) > 0; --left) step<false>();
+    }
+  }
+
+  template <bool kHasHeld>
   __device__ __forceinline__ void step() {
     Scores dp;
     Operand p, ds;
@@ -181,6 +196,7 @@ class KeysConsumer : WideConsumer<Traits> {
     Wide::issue_dp(count_, dp);
     [[maybe_unused]] typename Wide::template OfRows<float> deltas;
     if constexpr (kReadsAhead) deltas = Wide::read(statistics(count_).delta);
+    if constexpr (kHasHeld) Wide::hand_over(held_);
     barrier_sync(Wide::of_step(BackwardBarrier::kProbabilities, count_), Wide::kBoth);
     fetch_probabilities(p);
     wait_for<0>(dp);
@@ -206,7 +222,10 @@ class KeysConsumer : WideConsumer<Traits> {
     shared_.q_ring.release(count_);
     wait_for<0>(dq);
     Wide::hand_over(dq);
-    if constexpr (Traits::kQueryGradParts == 2) Wide::template add_query_gradient<1>();
+    if constexpr (kHoldsPart) {
+      Wide::template issue_dq<1>(count_, held_);
+      wait_for<0>(held_);
+    }
     ++count_;
   }
 
@@ -222,6 +241,8 @@ class KeysConsumer : WideConsumer<Traits> {
       words(4 * i + 3) = four.w;
     }
   }
+
+  QueryGrad held_;  // part of dQ, if kHoldsPart
 };
 
 }  // namespace neginf::sm90
