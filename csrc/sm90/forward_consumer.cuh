@@ -281,8 +281,8 @@ class Consumer {
   __device__ __forceinline__ int last_step() {
     // All that is read from shared memory is asked for before the product, which keeps it busy.
     const RowEndings endings = shared_.endings[shared_.work_ring.stage(turn_)];
-    // Where there are turns, before them: there the registers do not suffice for doing it while
-    // the products run.
+    // Where there are turns, before them: three warpgroups lack the registers for doing it while the
+    // products run, and to two it is the same.
     RowScales<2> scales;
     if constexpr (Traits::kTakesTurns) scales = end_softmax(endings);
     if constexpr (!Traits::kStoresThroughQ) shared_.q_ring.release(q_count_);

@@ -4,7 +4,7 @@
 //   head_dim  rows x keys  Q  turns
 //   64        192 x 128    2  yes    379 / 455 / 538 / 566 / 576 / 563    3 stages of K and V
 //                                    225 / 306 / 408 / 488 / 552 / 576
-//   128       128 x 128    2  no     479 / 588 / 667 / 675 / 673 / 654
+//   128       128 x 128    2  no     479 / 588 / 667 / 675 / 673 / 654    now in turn, see below
 //                                    277 / 411 / 540 / 633 / 666 / 606
 //   128       192 x 80     2  yes    445 / 580 / 707 / 734 / 743 / 739    long
 //                                    238 / 368 / 554 / 665 / 727 / 661
@@ -16,6 +16,10 @@
 //                                    329 / 480 / 603 / 714 / 749 / 733
 //   256       128 x 80     1  no     468 / 625 / 723 / 767 / 788 / 777    long
 //                                    312 / 459 / 613 / 731 / 782 / 769
+//
+// In another run, at 512 / 1k / 2k / 4k / 16k: 128 in turn 502 / 602 / 666 / 692 / 674, causal 315
+// / 437 / 564 / 651 / 678, without turns 498 / 602 / 664 / 692 / 680, causal 305 / 425 / 541 / 635
+// / 671.
 //
 // Left in another run, at 512 / 1k / 2k: 64 with 192 x 96 335 / 417 / 474, causal 216 / 314 / 423
 // (kept 380 / 457 / 517, 230 / 306 / 423), 192 x 64 353 / 405 / 452, causal 202 / 297 / 389; 128
@@ -79,7 +83,7 @@ template <>
 struct ForwardTile<96, true> : TileSizes<128, 128, 2, false> {};
 
 template <bool kModifiesScores>
-struct ForwardTile<128, kModifiesScores> : TileSizes<128, 128, 2, false> {};
+struct ForwardTile<128, kModifiesScores> : TileSizes<128, 128, 2, true> {};
 
 template <bool kModifiesScores>
 struct ForwardTile<192, kModifiesScores> : TileSizes<128, 64, 2, false> {};
