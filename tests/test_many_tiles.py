@@ -14,6 +14,13 @@ CASES = {
     "window": {"lengths_q": (400,) * 12, "lengths_k": (500,) * 12, "window_size": (70, 5)},
     # Between two row tiles warpgroups pass over many key tiles, and must not wait for each other.
     "narrow_window": {"lengths_q": (900,) * 8, "lengths_k": (900,) * 8, "window_size": (200, 0)},
+    # So long that kernels for these halve the last key tile of rows that see no more.
+    "long_causal": {"lengths_q": (1100,) * 4, "lengths_k": (1170,) * 4, "causal": True},
+    "long_varlen": {
+        "lengths_q": (1000, 1300, 1900, 1), "lengths_k": (1100, 1300, 1900, 64),
+        "varlen": True, "causal": True,
+    },
+    "long_window": {"lengths_q": (1300,) * 4, "lengths_k": (1350,) * 4, "window_size": (700, 3)},
     "sink": {
         "lengths_q": (400,) * 12, "lengths_k": (100,) * 12, "causal": True, "sink": (0.5,) * 12,
     },

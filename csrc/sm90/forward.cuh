@@ -108,12 +108,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
 }
 
-// Whether rows see so many keys that LongForwardTile is the better one. Splits have none: they are
-// decided on by the tiles of the others (forward_block).
-inline bool is_long(const ForwardParams<float>& params) {
+// Whether rows see so many keys that a LongForwardTile is the better one. Splits have none: they
+// are decided on by the tiles of the others (forward_block).
+template <typename Tile>
+bool is_long(const ForwardParams<float>& params) {
   const MeanLengths mean = MeanLengths::of(params.problem);
-  return params.num_splits == 1 && mean.rows >= kLongForwardRows &&
-         mean.keys_per_row >= kLongForwardKeys;
+  return params.num_splits == 1 && mean.rows >= Tile::kFromRows &&
+         mean.keys_per_row >= Tile::kFromKeys &&
+         (!Tile::kHalvesLast || params.problem.window_right >= 0);
 }
 
 // Pointers are aligned to 16 bytes, head_dim, head_dim_v and the strides of row, head and batch are
@@ -157,7 +159,8 @@ void run_forward(const ForwardParams<float>& params) {
   const bool modifies_scores =
       params.problem.softcap != 0.f || params.problem.alibi_slopes != nullptr;
   dispatch_forward_tile<kHeadDim>(
-      params.problem.head_dim_v, modifies_scores, is_long(params),
+      params.problem.head_dim_v, modifies_scores,
+      [&](auto tile) { return is_long<decltype(tile)>(params); },
       [&](auto tile, auto kHeadDimV, auto kModifiesScores) {
         launch_forward<
             ForwardTraits<Element, kHeadDim, kHeadDimV, decltype(tile), kModifiesScores>>(params);

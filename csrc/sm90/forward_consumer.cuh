@@ -104,9 +104,13 @@ template <typename Traits>
 class Consumer {
   using Element = typename Traits::Element;
   using SharedStorage = typename Traits::SharedStorage;
-  using ScoreMma = typename Traits::ScoreMma;
+  template <bool kHalf>
+  using ScoreMma = typename Traits::template ScoreMma<kHalf>;
   using OutputMma = typename Traits::OutputMma;
-  using ScoreTile = typename Traits::ScoreTile;
+  template <bool kHalf>
+  using ScoreTile = typename Traits::template ScoreTile<kHalf>;
+  template <bool kHalf>
+  using ScoreFragment = decltype(partition_fragment_C(ScoreMma<kHalf>{}, ScoreTile<kHalf>{}));
   using OutputTile = typename Traits::OutputTile;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kFirstLeaveBarrier = 4;  // after those of Turns
@@ -143,10 +147,14 @@ class Consumer {
         tile = begin_scores();
       }
       first_step(tile);
-      const int end = uniform(own(turn_).key.tiles.end);
+      const int end = uniform(own(turn_).whole_end);
       // With three warpgroups there is no register for it.
-      while (++tile < (Traits::kWarpgroups > 2 ? uniform(own(turn_).key.tiles.end) : end)) {
-        step(tile);
+      while (++tile < (Traits::kWarpgroups > 2 ? uniform(own(turn_).whole_end) : end)) {
+        step<false>(tile);
+      }
+      if constexpr (Traits::kHalvesLast) {
+        half_is_last_ = tile < uniform(own(turn_).key.tiles.end);
+        if (half_is_last_) step<true>(tile);
       }
       tile = last_step();
     }
@@ -171,23 +179,41 @@ class Consumer {
 
   // ---- products
 
+  // The accumulators of half the keys are the first ones.
+  template <bool kHalf>
+  __device__ __forceinline__ auto accumulated_scores() {
+    return make_tensor(tSrS_.data(), typename ScoreFragment<kHalf>::layout_type{});
+  }
+
+  template <bool kHalf>
   __device__ __forceinline__ void issue_scores(int k_count) {
     Tensor sQ = make_tensor(make_smem_ptr(shared_.q[0]), typename Traits::LayoutQ{});
-    Tensor sK = make_tensor(make_smem_ptr(shared_.k[0]), typename Traits::LayoutK{});
-    ScoreMma mma;
+    Tensor sK =
+        make_tensor(make_smem_ptr(shared_.k[0]), typename Traits::template LayoutK<kHalf>{});
+    ScoreMma<kHalf> mma;
     auto thread = mma.get_slice(warpgroup_ * 128);
     Tensor tSrQ = thread.partition_fragment_A(sQ);  // descriptors, (MMA, M, K, stage)
     Tensor tSrK = thread.partition_fragment_B(sK);
+    Tensor tSrS = accumulated_scores<kHalf>();
     issue<true>(mma, tSrQ(_, _, _, shared_.q_ring.stage(q_count_)),
-                tSrK(_, _, _, shared_.k_ring.stage(k_count)), tSrS_);
+                tSrK(_, _, _, shared_.k_ring.stage(k_count)), tSrS);
   }
 
+  template <bool kIsLast>
   __device__ __forceinline__ void issue_output() {
     Tensor sVt = make_tensor(make_smem_ptr(shared_.v[0]), typename Traits::LayoutVTransposed{});
     OutputMma mma;
     Tensor tOrV = mma.get_slice(warpgroup_ * 128).partition_fragment_B(sVt);
     shared_.v_ring.wait_full(count_);
-    issue<false>(mma, tOrP_, tOrV(_, _, _, shared_.v_ring.stage(count_)), tOrO_);
+    Tensor tOrVt = tOrV(_, _, _, shared_.v_ring.stage(count_));
+    if constexpr (kIsLast && Traits::kHalvesLast) {
+      constexpr int kBlocks = decltype(size<2>(tOrP_))::value;
+      warpgroup_fence_operand(tOrO_);
+      issue_blocks<0, kBlocks / 2>(mma, tOrP_, tOrVt, tOrO_);
+      if (!half_is_last_) issue_blocks<kBlocks / 2, kBlocks>(mma, tOrP_, tOrVt, tOrO_);
+    } else {
+      issue<false>(mma, tOrP_, tOrVt, tOrO_);
+    }
   }
 
   // ---- steps
@@ -233,7 +259,7 @@ class Consumer {
     skip_tiles(uniform(own(turn_).before));
     shared_.q_ring.wait_full(q_count_);
     shared_.k_ring.wait_full(count_);
-    issue_scores(count_);
+    issue_scores<false>(count_);
     wait_for<0>(tSrS_);
     return uniform(own(turn_).key.tiles.begin);
   }
@@ -242,25 +268,26 @@ class Consumer {
   __device__ __forceinline__ void first_step(int tile) {
     const bool masked = is_masked(tile);
     shared_.k_ring.release(count_);
-    modify_and_mask(tile, masked);
     Tensor scores = as_rows_and_columns(tSrS_);
+    modify_and_mask(tile, masked, scores);
     softmax_.raise_maximum(softmax_.maxima(scores), [](int, float) {});
     softmax_.exponentiate(scores);
-    to_operand();
+    to_operand<false>();
   }
 
-  // O of the key tile before; S and P of this one.
+  // O of the key tile before; S and P of this one, with kHalf of half its keys.
+  template <bool kHalf>
   __device__ __forceinline__ void step(int tile) {
-    const bool masked = is_masked(tile);  // asked for before the products
+    const bool masked = kHalf || is_masked(tile);  // asked for before the products
     shared_.k_ring.wait_full(count_ + 1);
     if constexpr (Traits::kTakesTurns) turns_.wait();
-    issue_scores(count_ + 1);
-    issue_output();
+    issue_scores<kHalf>(count_ + 1);
+    issue_output<false>();
     if constexpr (Traits::kTakesTurns) turns_.pass_on();
     wait_for<1>(tSrS_);
     shared_.k_ring.release(count_ + 1);
-    modify_and_mask(tile, masked);
-    Tensor scores = as_rows_and_columns(tSrS_);
+    Tensor scores = as_rows_and_columns(accumulated_scores<kHalf>());
+    modify_and_mask(tile, masked, scores);
     const auto maxima = softmax_.maxima(scores);
     // O was issued when S was, and is nearly there: to issue a product takes until the one before
     // it is done. In branches, so that the compiler moves nothing from before the wait behind it.
@@ -273,7 +300,7 @@ class Consumer {
     }
     shared_.v_ring.release(count_++);
     softmax_.exponentiate(scores);
-    to_operand();
+    to_operand<kHalf>();
   }
 
   // O of the last key tile, and meanwhile S of the next row tile's first. Returns the number of
@@ -281,8 +308,8 @@ class Consumer {
   __device__ __forceinline__ int last_step() {
     // All that is read from shared memory is asked for before the product, which keeps it busy.
     const RowEndings endings = shared_.endings[shared_.work_ring.stage(turn_)];
-    // Where there are turns, before them: three warpgroups lack the registers for doing it while the
-    // products run, and to two it is the same.
+    // Where there are turns, before them: three warpgroups lack the registers for doing it while
+    // the products run, and to two it is the same.
     RowScales<2> scales;
     if constexpr (Traits::kTakesTurns) scales = end_softmax(endings);
     if constexpr (!Traits::kStoresThroughQ) shared_.q_ring.release(q_count_);
@@ -295,7 +322,7 @@ class Consumer {
       const int first = uniform(next.begin);
       const bool begins = uniform(next.size()) != 0 && between <= kMostBetween;
       if constexpr (Traits::kTakesTurns) turns_.wait();
-      issue_output();
+      issue_output<true>();
       if (begins) {
         CUTE_NO_UNROLL
         for (int i = 1; i <= between; ++i) {
@@ -308,7 +335,7 @@ class Consumer {
         shared_.k_ring.wait_full(count_ + 1 + between);
       }
       // Also where nothing begins, of what lies there: the compiler must know what is on its way.
-      issue_scores(count_ + 1 + between);
+      issue_scores<false>(count_ + 1 + between);
       if constexpr (Traits::kTakesTurns) turns_.pass_on();
       if constexpr (!Traits::kTakesTurns) scales = end_softmax(endings);
       wait_for<1>(tOrO_);
@@ -323,7 +350,7 @@ class Consumer {
       return begins ? first : KeyTiles::kNone;
     } else {
       if constexpr (Traits::kTakesTurns) turns_.wait();
-      issue_output();
+      issue_output<true>();
       if constexpr (Traits::kTakesTurns) turns_.pass_on();
       if constexpr (!Traits::kTakesTurns) scales = end_softmax(endings);
       wait_for<0>(tOrO_);
@@ -351,12 +378,13 @@ class Consumer {
   }
 
   // What happens to the scores of a key tile before the softmax.
-  __device__ __forceinline__ void modify_and_mask(int tile, bool masked) {
+  template <class Scores>
+  __device__ __forceinline__ void modify_and_mask(int tile, bool masked, Scores& scores) {
     const ForwardWork& work = this->work(turn_);
     if (!masked && !Traits::kModifiesScores) return;
-    Tensor scores = as_rows_and_columns(tSrS_);
-    Tensor tScS =
-        ScoreMma{}.get_slice(consumer_thread()).partition_C(make_identity_tensor(ScoreTile{}));
+    Tensor tScS = ScoreMma<false>{}
+                      .get_slice(consumer_thread())
+                      .partition_C(make_identity_tensor(ScoreTile<false>{}));
     Tensor coordinates = as_rows_and_columns(tScS);
     const auto position_of = [&](int r) {
       return work.packing.position_of(get<0>(coordinates(r, 0)));
@@ -376,10 +404,12 @@ class Consumer {
     }
   }
 
+  template <bool kHalf>
   __device__ __forceinline__ void to_operand() {
     Tensor words = recast<uint32_t>(tOrP_);
     CUTE_UNROLL
-    for (int i = 0; i < size(words); ++i) words(i) = pack<Element>(tSrS_(2 * i), tSrS_(2 * i + 1));
+    for (int i = 0; i < size(words) / (kHalf ? 2 : 1); ++i)
+      words(i) = pack<Element>(tSrS_(2 * i), tSrS_(2 * i + 1));
   }
 
   __device__ __forceinline__ RowScales<2> end_softmax(const RowEndings& endings) {
@@ -416,11 +446,12 @@ class Consumer {
   SharedStorage& shared_;
   const int warpgroup_;
   const Turns<Traits::kWarpgroups> turns_;
-  int turn_ = 0;     // of row tiles
-  int q_count_ = 0;  // of row tiles with keys
-  int count_ = 0;    // of key tiles
+  int turn_ = 0;               // of row tiles
+  int q_count_ = 0;            // of row tiles with keys
+  int count_ = 0;              // of key tiles
+  bool half_is_last_ = false;  // of the row tile's key tiles: the last one is half multiplied
 
-  decltype(partition_fragment_C(ScoreMma{}, ScoreTile{})) tSrS_;
+  ScoreFragment<false> tSrS_;
   decltype(make_tensor<Element>(OperandLayout<kBlockN>{})) tOrP_;
   decltype(partition_fragment_C(OutputMma{}, OutputTile{})) tOrO_;
   OnlineSoftmax<2> softmax_;

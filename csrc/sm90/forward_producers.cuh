@@ -37,7 +37,7 @@ __device__ __forceinline__ void schedule_work(const ForwardParams<float>& params
     const ForwardWork& work = shared.work[slot];
     const Range positions{work.packing.position_of(64 * lane),
                           work.packing.position_of(64 * lane + 63) + 1};
-    shared.own[slot][lane] = OwnKeyTiles::of(work, positions, Traits::kBlockN);
+    shared.own[slot][lane] = OwnKeyTiles::of(work, positions, Traits::kBlockN, Traits::kHalvesLast);
     shared.work_ring.fill_by_thread(turn++);
   };
   for_each_tile(schedule.order, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), publish);

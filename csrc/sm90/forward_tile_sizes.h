@@ -19,7 +19,8 @@
 //
 // In another run, at 512 / 1k / 2k / 4k / 16k: 128 in turn 502 / 602 / 666 / 692 / 674, causal 315
 // / 437 / 564 / 651 / 678, without turns 498 / 602 / 664 / 692 / 680, causal 305 / 425 / 541 / 635
-// / 671.
+// / 671. In one more, causal: 64 with half a last key tile 224 / 322 / 436 / 500 / 543, with whole
+// ones 231 / 314 / 418 / 493 / 538.
 //
 // Left in another run, at 512 / 1k / 2k: 64 with 192 x 96 335 / 417 / 474, causal 216 / 314 / 423
 // (kept 380 / 457 / 517, 230 / 306 / 423), 192 x 64 353 / 405 / 452, causal 202 / 297 / 389; 128
@@ -58,7 +59,8 @@
 
 namespace neginf::sm90 {
 
-template <int kBlockM_, int kBlockN_, int kStagesQ_, bool kTakesTurns_, int kStages_ = 2>
+template <int kBlockM_, int kBlockN_, int kStagesQ_, bool kTakesTurns_, int kStages_ = 2,
+          bool kHalvesLast_ = false>
 struct TileSizes {
   static constexpr int kBlockM = kBlockM_;  // query rows, 64 per consumer warpgroup
   static constexpr int kBlockN = kBlockN_;  // keys
@@ -67,6 +69,8 @@ struct TileSizes {
   // Whether the warpgroups issue their products in turn.
   static constexpr bool kTakesTurns = kTakesTurns_;
   static constexpr int kStages = kStages_;  // of K and V
+  // Whether a warpgroup multiplies only the first half of its last key tile where it sees no more.
+  static constexpr bool kHalvesLast = kHalvesLast_;
 };
 
 template <int kHeadDim, bool kModifiesScores, int kHeadDimV = kHeadDim>
@@ -98,29 +102,35 @@ template <>
 struct ForwardTile<256, true> : TileSizes<128, 48, 1, false> {};
 
 // Where rows see many keys, of kernels that modify no scores: from so many keys for each row on, of
-// so many rows.
+// so many rows. What halves the last key tile is for masks with a diagonal.
+template <typename Tile, int kKeys, int kRows>
+struct FromLength : Tile {
+  static constexpr int kFromKeys = kKeys;
+  static constexpr int kFromRows = kRows;
+};
+
 template <int kHeadDim, int kHeadDimV>
 struct LongForwardTile;
 template <>
-struct LongForwardTile<128, 128> : TileSizes<192, 80, 2, true> {};
+struct LongForwardTile<64, 64> : FromLength<TileSizes<192, 128, 2, true, 3, true>, 512, 1024> {};
 template <>
-struct LongForwardTile<192, 192> : TileSizes<128, 80, 2, false> {};
+struct LongForwardTile<128, 128> : FromLength<TileSizes<192, 80, 2, true>, 1024, 1536> {};
 template <>
-struct LongForwardTile<256, 256> : TileSizes<128, 80, 1, false> {};
+struct LongForwardTile<192, 192> : FromLength<TileSizes<128, 80, 2, false>, 1024, 1536> {};
+template <>
+struct LongForwardTile<256, 256> : FromLength<TileSizes<128, 80, 1, false>, 1024, 1536> {};
 template <int kHeadDim, int kHeadDimV>
-constexpr bool kHasLongForwardTile = kHeadDim >= 128 && kHeadDimV == kHeadDim;
-constexpr int kLongForwardKeys = 1024;
-constexpr int kLongForwardRows = 1536;
+constexpr bool kHasLongForwardTile = kHeadDim != 96 && kHeadDimV == kHeadDim;
 
-// Calls function(tile, kHeadDimV, kModifiesScores) with what serves a problem.
-template <int kHeadDim, class Function>
-auto dispatch_forward_tile(int head_dim_v, bool modifies_scores, bool is_long,
+// Calls function(tile, kHeadDimV, kModifiesScores) with what serves a problem. is_long(tile) says
+// whether it is one for a long tile.
+template <int kHeadDim, class IsLong, class Function>
+auto dispatch_forward_tile(int head_dim_v, bool modifies_scores, const IsLong& is_long,
                            const Function& function) {
   const auto with_head_dim_v = [&](auto kHeadDimV) {
     if constexpr (kHasLongForwardTile<kHeadDim, kHeadDimV>) {
-      if (is_long && !modifies_scores) {
-        return function(LongForwardTile<kHeadDim, kHeadDimV>{}, kHeadDimV, std::false_type{});
-      }
+      const LongForwardTile<kHeadDim, kHeadDimV> tile{};
+      if (!modifies_scores && is_long(tile)) return function(tile, kHeadDimV, std::false_type{});
     }
     return modifies_scores
                ? function(ForwardTile<kHeadDim, true, kHeadDimV>{}, kHeadDimV, std::true_type{})
@@ -136,7 +146,7 @@ auto dispatch_forward_tile(int head_dim_v, bool modifies_scores, bool is_long,
 template <int kHeadDim>
 BlockSizes forward_block(int head_dim_v, bool modifies_scores) {
   return dispatch_forward_tile<kHeadDim>(
-      head_dim_v, modifies_scores, false,
+      head_dim_v, modifies_scores, [](auto) { return false; },
       [](auto tile, auto, auto) { return BlockSizes{tile.kBlockM, tile.kBlockN, 1}; });
 }
 

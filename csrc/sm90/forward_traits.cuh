@@ -41,14 +41,19 @@ struct alignas(16) OwnKeyTiles {
   KeyTiles key;
   int before;  // so many do not, in front of them and behind
   int after;
+  int whole_end;  // of those that are multiplied whole; only half of the last one may matter
 
-  static __device__ OwnKeyTiles of(const ForwardWork& work, Range positions, int block_n) {
+  static __device__ OwnKeyTiles of(const ForwardWork& work, Range positions, int block_n,
+                                   bool halves_last) {
     const int first = work.tile.first_row;
-    const KeyTiles own = work.key_tiles.of_rows(
-        work.mask, {first + positions.begin, first + positions.end}, block_n);
+    const Range rows{first + positions.begin, first + positions.end};
+    const KeyTiles own = work.key_tiles.of_rows(work.mask, rows, block_n);
     const Range all = work.key_tiles.tiles;
-    if (own.tiles.empty()) return {own, all.size(), 0};
-    return {own, own.tiles.begin - all.begin, all.end - own.tiles.end};
+    if (own.tiles.empty()) return {own, all.size(), 0, own.tiles.end};
+    const int last = own.tiles.end - 1;
+    const bool is_half = halves_last && last > own.tiles.begin &&
+                         work.mask.keys_of_rows(rows).end <= last * block_n + block_n / 2;
+    return {own, own.tiles.begin - all.begin, all.end - own.tiles.end, is_half ? last : last + 1};
   }
 };
 
@@ -63,6 +68,7 @@ struct ForwardTraits {
   static constexpr int kStages = Tile::kStages;
   static constexpr int kStagesQ = Tile::kStagesQ;
   static constexpr bool kTakesTurns = Tile::kTakesTurns;
+  static constexpr bool kHalvesLast = Tile::kHalvesLast;
   // O leaves through the Q that it was made from. With a single Q, the next one would have to wait
   // for that.
   static constexpr bool kStoresThroughQ = kStagesQ > 1;
@@ -73,11 +79,15 @@ struct ForwardTraits {
   static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
 
-  using ScoreTile = Shape<Int<kBlockM>, Int<kBlockN>>;
+  static constexpr int kLeastN = kHalvesLast ? kBlockN / 2 : kBlockN;  // keys of a product
+  template <bool kHalf>
+  using ScoreTile = Shape<Int<kBlockM>, Int<kHalf ? kLeastN : kBlockN>>;
   using OutputTile = Shape<Int<kBlockM>, Int<kHeadDimV>>;
   using Warpgroups = Layout<Shape<Int<kWarpgroups>, _1, _1>>;
+  template <bool kHalf>
   using ScoreMma = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kBlockN>, Int<kHeadDim>>>(),
+      GMMA::ss_op_selector<Element, Element, float,
+                           Shape<_64, Int<kHalf ? kLeastN : kBlockN>, Int<kHeadDim>>>(),
       Warpgroups{}));
   using OutputMma = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kHeadDimV>, Int<kBlockN>>,
@@ -85,7 +95,8 @@ struct ForwardTraits {
       Warpgroups{}));
 
   // One instruction for all columns: CuTe knows every multiple of 8 only if told so by the build.
-  static_assert(size<1>(typename ScoreMma::AtomShape_MNK{}) == kBlockN);
+  static_assert(size<1>(typename ScoreMma<false>::AtomShape_MNK{}) == kBlockN);
+  static_assert(size<1>(typename ScoreMma<true>::AtomShape_MNK{}) == kLeastN);
   static_assert(size<1>(typename OutputMma::AtomShape_MNK{}) == kHeadDimV);
 
   static constexpr int kSwizzleColumns = kHeadDim % 64 == 0 ? 64 : 32;
@@ -98,7 +109,11 @@ struct ForwardTraits {
   template <int kColumns>
   using LayoutKeys =
       decltype(tile_to_shape(SwizzleAtom{}, Shape<Int<kBlockN>, Int<kColumns>, Int<kStages>>{}));
-  using LayoutK = LayoutKeys<kHeadDim>;
+  template <bool kHalf>
+  using LayoutK = decltype(composition(
+      LayoutKeys<kHeadDim>{},
+      make_layout(Shape<Int<kHalf ? kLeastN : kBlockN>, Int<kHeadDim>, Int<kStages>>{},
+                  Stride<_1, Int<kBlockN>, Int<kBlockN * kHeadDim>>{})));
   // (head_dim_v, keys, stage)
   using LayoutVTransposed = decltype(composition(
       LayoutKeys<kHeadDimV>{}, make_layout(Shape<Int<kHeadDimV>, Int<kBlockN>, Int<kStages>>{},

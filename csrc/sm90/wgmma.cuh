@@ -14,19 +14,26 @@ using namespace cute;
 
 // ---------------------------------------------------------------------------------------- products
 
+// The part of issue() that multiplies blocks kBegin to kEnd - 1 of A's columns.
+template <int kBegin, int kEnd, class TiledMma, class A, class B, class Accumulator>
+__device__ __forceinline__ void issue_blocks(TiledMma& mma, const A& a, const B& b,
+                                             Accumulator& accumulator) {
+  warpgroup_arrive();
+  CUTE_UNROLL
+  for (int k = kBegin; k < kEnd; ++k) {
+    cute::gemm(mma, a(_, _, k), b(_, _, k), accumulator);
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+}
+
 // Issues accumulator += A B, with kClears accumulator = A B, and does not wait for it.
 template <bool kClears, class TiledMma, class A, class B, class Accumulator>
 __device__ __forceinline__ void issue(TiledMma& mma, const A& a, const B& b,
                                       Accumulator& accumulator) {
   warpgroup_fence_operand(accumulator);
-  warpgroup_arrive();
   mma.accumulate_ = kClears ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-  CUTE_UNROLL
-  for (int k = 0; k < size<2>(a); ++k) {
-    cute::gemm(mma, a(_, _, k), b(_, _, k), accumulator);
-    mma.accumulate_ = GMMA::ScaleOut::One;
-  }
-  warpgroup_commit_batch();
+  issue_blocks<0, decltype(size<2>(a))::value>(mma, a, b, accumulator);
 }
 
 // Until all but the last kStillRunning products are done.
