@@ -1,4 +1,4 @@
-// Slices of decode that one lane loads, by a tensor map. sm80/decode.cuh says what they are.
+// Slices of decode that one lane loads, by a tensor map. sm80/decode_loader.cuh says what they are.
 #pragma once
 
 #include "../params.h"
