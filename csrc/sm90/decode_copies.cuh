@@ -1,6 +1,7 @@
 // Slices of decode that one lane loads, by a tensor map. sm80/decode_loader.cuh says what they are.
 #pragma once
 
+#include "../common/thread_index.h"
 #include "../params.h"
 #include "tensor_map.h"
 #include "tma.cuh"
@@ -104,8 +105,6 @@ class SliceCopies {
   static __device__ __forceinline__ void fence() { cutlass::arch::fence_view_async_shared(); }
 
  private:
-  static __device__ __forceinline__ bool is_first_lane() { return thread_index_again() % 32 == 0; }
-
   const Maps& maps_;
   Barriers& barriers_;
   unsigned phases_ = 0;  // bit s: of the next wait for stage s
