@@ -15,7 +15,6 @@
 //   shared       work[2]  sK sV  sQ[2 to 4] statistics[..]  sdO[1 to 4]  sdS[2]  sdQ
 //                  |                                                       ^      |
 //   consumers    two warpgroups                                     -------'------'
-//                  many rows of head_dim 64, a third for dQ        backward_pipelined.cuh
 //                  up to head_dim 128 each has 64 keys             backward_narrow.cuh
 //                  above one has S^T, dV, the other dP^T, dK       backward_wide.cuh
 //                  |
@@ -37,7 +36,6 @@
 #include "backward_adder.cuh"
 #include "backward_loader.cuh"
 #include "backward_narrow.cuh"
-#include "backward_pipelined.cuh"
 #include "backward_traits.cuh"
 #include "backward_wide.cuh"
 
@@ -55,15 +53,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * Traits::kWarpgroups;
-    constexpr int kWarpsWithK = Traits::kThreads / 32 - 4;
     shared.work_ring.init(Traits::kWorkReaders);
     shared.loaded.init(1);
-    shared.k_ring.init(kWarpsWithK);
+    shared.k_ring.init(kConsumerWarps);
     shared.v_ring.init(kConsumerWarps);
     shared.q_ring.init();
     shared.dout_ring.init(kConsumerWarps);
     shared.uncleared.init(1);
-    for (ReadBarrier& barrier : shared.dq_free) barrier.init(1);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -74,29 +70,19 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     } else if (threadIdx.x < 64) {
       claim_work<Traits>(params, rows, launch.works, shared);
     } else if (threadIdx.x < 96) {
-      if constexpr (Traits::kIsPipelined) {
-        PipelinedAdder<Traits>(rows, shared).run();
-      } else {
-        QueryGradAdder<Traits>(params, rows, shared).run();
-      }
+      QueryGradAdder<Traits>(params, rows, shared).run();
     } else {
-      Clearer<Traits>(params, rows, shared).run();
-    }
-  } else if (Traits::kIsPipelined && threadIdx.x >= 3 * 128) {
-    if constexpr (Traits::kIsPipelined) {
-      cutlass::arch::warpgroup_reg_dealloc<Traits::kQueryGradRegisters>();
-      QueryGradConsumer<Traits>(params, shared).run();
+      Clearer<Traits>(shared).run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    if constexpr (Traits::kIsPipelined) {
-      PipelinedConsumer<Traits>(params, shared).run();
-    } else if constexpr (!Traits::kIsWide) {
-      NarrowConsumer<Traits>(params, shared).run();
-    } else if (uniform(threadIdx.x / 128) == 1) {
-      ValuesConsumer<Traits>(params, shared).run();
+    const int warpgroup = uniform(thread_index() / 128) - 1;
+    if constexpr (!Traits::kIsWide) {
+      NarrowConsumer<Traits>(params, shared, warpgroup).run();
+    } else if (warpgroup == 0) {
+      ValuesConsumer<Traits>(params, shared, 0).run();
     } else {
-      KeysConsumer<Traits>(params, shared).run();
+      KeysConsumer<Traits>(params, shared, 1).run();
     }
   }
 }
@@ -113,11 +99,11 @@ inline bool is_long(const Problem<float>& problem) {
 }
 
 // Whether dQ is stored by who comes first rather than cleared before. That takes time in each step,
-// which a wide or pipelined one does not have. Where sums are ordered all is at hand for it.
+// which a wide one does not have. Where sums are ordered all is at hand for it.
 template <typename Traits>
 bool first_stores(const BackwardParams<float>& params) {
-  return params.deterministic || (!Traits::kIsWide && !Traits::kIsPipelined &&
-                                  rows_of_sequence(params.problem) <= kMostRowsToStoreFirst);
+  return params.deterministic ||
+         (!Traits::kIsWide && rows_of_sequence(params.problem) <= kMostRowsToStoreFirst);
 }
 
 // Pointers are aligned to 16 bytes, head_dim and the strides of row, head and batch are multiples
@@ -171,9 +157,7 @@ void run_backward(const BackwardParams<float>& params) {
   }
   if constexpr (kHasLongBackwardTile<kHeadDim>) {
     using Long = BackwardTraits<Element, kHeadDim, LongBackwardTile<kHeadDim>, false>;
-    // In order, the turns of 64 rows take longer than their steps.
-    const bool may_be_long = !(Long::kIsPipelined && params.deterministic);
-    if (may_be_long && is_long(params.problem)) return run_tiles<Long>(params);
+    if (is_long(params.problem)) return run_tiles<Long>(params);
   }
   run_tiles<Plain>(params);
 }

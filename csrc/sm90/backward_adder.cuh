@@ -166,7 +166,6 @@ class QueryGradAdder {
         for (int part = 0; part < Traits::kQueryGradParts; ++part) add(work, step, part);
       });
       change_turn({});
-      __syncwarp();
     });
     if (is_first_lane()) cute::tma_store_wait<0>();
   }

@@ -28,11 +28,10 @@ struct alignas(8) Pair {
 template <typename Traits>
 class BackwardConsumer {
  public:
+  // `warpgroup` is its number among the consumers, known to be uniform.
   __device__ __forceinline__ BackwardConsumer(const BackwardParams<float>& params,
-                                              typename Traits::SharedStorage& shared)
-      : params_(params),
-        shared_(shared),
-        warpgroup_(Traits::kIsPipelined ? uniform(thread_index() / 128 - 1) : 0) {}
+                                              typename Traits::SharedStorage& shared, int warpgroup)
+      : params_(params), shared_(shared), warpgroup_(warpgroup) {}
 
  protected:
   using Element = typename Traits::Element;
@@ -61,10 +60,7 @@ class BackwardConsumer {
   // Who has no registers for what the compiler would make of it outside the loop works it out anew
   // each time.
   static __device__ __forceinline__ int consumer_thread() {
-    return (Traits::kIsPipelined ? thread_index() : thread_index_again()) - 128;
-  }
-  __device__ __forceinline__ int warpgroup() const {
-    return Traits::kIsPipelined ? warpgroup_ : uniform(consumer_thread() / 128);
+    return (Traits::Tile::kKeepsAddresses ? thread_index() : thread_index_again()) - 128;
   }
 
   // Which of the threads that compute S^T together.
@@ -72,7 +68,7 @@ class BackwardConsumer {
     return consumer_thread() % Traits::kKeyThreads;
   }
   __device__ __forceinline__ int first_key_thread() const {
-    return Traits::kIsWide ? 0 : warpgroup() * 128;
+    return Traits::kIsWide ? 0 : warpgroup_ * 128;
   }
 
   // Of who has both dK and dV of its keys: body(work) for all works that any row sees, with K and V
@@ -80,7 +76,6 @@ class BackwardConsumer {
   template <class Body>
   __device__ __forceinline__ void for_each_gradient(KeyGrad& dk, KeyGrad& dv, const Body& body) {
     for_each_work(shared_, [&](const KeyWork& work, int turn) __attribute__((always_inline)) {
-      key_stage_ = shared_.k_ring.stage(turn);
       clear(dk);
       clear(dv);
       shared_.k_ring.wait_full(turn);
@@ -95,6 +90,9 @@ class BackwardConsumer {
 
   __device__ __forceinline__ const Statistics& statistics(int count) const {
     return shared_.statistics[shared_.q_ring.stage(count)];
+  }
+  __device__ __forceinline__ const StepNotes& notes(int count) const {
+    return shared_.notes[shared_.q_ring.stage(count)];
   }
 
   // ---- products
@@ -115,11 +113,11 @@ class BackwardConsumer {
   }
 
   __device__ __forceinline__ void issue_s(int count, Scores& scores) const {
-    issue_scores<typename Traits::LayoutsQ>(shared_.k[key_stage_], shared_.q[0],
-                                            shared_.q_ring.stage(count), scores);
+    issue_scores<typename Traits::LayoutsQ>(shared_.k, shared_.q[0], shared_.q_ring.stage(count),
+                                            scores);
   }
   __device__ __forceinline__ void issue_dp(int count, Scores& scores) const {
-    issue_scores<typename Traits::LayoutsDout>(shared_.v[key_stage_], shared_.dout[0],
+    issue_scores<typename Traits::LayoutsDout>(shared_.v, shared_.dout[0],
                                                shared_.dout_ring.stage(count), scores);
   }
 
@@ -145,14 +143,13 @@ class BackwardConsumer {
   // A part of the columns of dQ.
   template <int kPart, class Accumulator>
   __device__ __forceinline__ void issue_dq(int count, Accumulator& dq) const {
-    Tensor sK =
-        make_tensor(make_smem_ptr(shared_.k[key_stage_]), typename Traits::LayoutsK::Transposed{});
+    Tensor sK = make_tensor(make_smem_ptr(shared_.k), typename Traits::LayoutsK::Transposed{});
     Tensor sKt = local_tile(sK, Shape<Int<Traits::kPartColumns>, Int<kBlockN>, _1>{},
                             make_coord(Int<kPart>{}, _0{}, _0{}));
     const auto ds = make_smem_ptr(shared_.ds[0]);
     const int stage = count % Traits::kStagesDs;
     QueryGradMma mma;
-    auto thread = mma.get_slice(Traits::kIsPipelined ? 0 : warpgroup() * 128);
+    auto thread = mma.get_slice(warpgroup_ * 128);
     if constexpr (Traits::kTransposesDq) {
       Tensor sdS = make_tensor(ds, typename Traits::LayoutsDs::Plain{});
       issue<true>(mma, thread.partition_fragment_A(sKt)(_, _, _, 0),
@@ -183,21 +180,24 @@ class BackwardConsumer {
   }
 
   // This thread's rows come in pairs, two of every eight.
+  static __device__ __forceinline__ int first_row_of_pair(int pair) {
+    return consumer_thread() % 4 * 2 + 8 * pair;
+  }
   template <class T>
   static __device__ __forceinline__ Pair<T> pair_of(const T* of_rows, int pair) {
-    return *reinterpret_cast<const Pair<T>*>(of_rows + consumer_thread() % 4 * 2 + 8 * pair);
+    return *reinterpret_cast<const Pair<T>*>(of_rows + first_row_of_pair(pair));
   }
 
-  // What belongs to the rows of this thread.
-  template <class T>
+  // What belongs to the rows of this thread, or to the first kPairs pairs of them.
+  template <class T, int kPairs = kBlockM / 8>
   struct OfRows {
-    Pair<T> pairs[kBlockM / 8];
+    Pair<T> pairs[kPairs];
   };
-  template <class T>
-  static __device__ __forceinline__ OfRows<T> read(const T* of_rows) {
+  template <int kPairs = kBlockM / 8, class T>
+  static __device__ __forceinline__ OfRows<T, kPairs> read(const T* of_rows) {
     return [&]<int... pair>(std::integer_sequence<int, pair...>) {
-      return OfRows<T>{{pair_of(of_rows, pair)...}};
-    }(std::make_integer_sequence<int, kBlockM / 8>{});
+      return OfRows<T, kPairs>{{pair_of(of_rows, pair)...}};
+    }(std::make_integer_sequence<int, kPairs>{});
   }
 
   // body(score, what belongs to its row) for the (keys, rows) of this thread.
@@ -216,33 +216,33 @@ class BackwardConsumer {
     }
   }
 
-  // S^T of row tile number `count`, which is step's, to P^T, and that to an operand.
+  // S^T of row tile number `count` to P^T, and that to an operand. `flags` are its notes'.
   // divisor_of(pair) is that of the statistics. If scores are modified, scores are left as they
   // are and `sloped` is made, too.
   template <class DivisorOf>
-  __device__ __forceinline__ void to_probabilities(const KeyWork& work, const RowStep& step,
-                                                   int count, const DivisorOf& divisor_of,
-                                                   Scores& scores, Operand& p,
-                                                   SlopedP& sloped) const {
-    const bool masked = !work.unmasked_tiles.contains(step.tile);
-    const bool careful = statistics(count).needs_care != 0;
-    const int stage = shared_.q_ring.stage(count);
+  __device__ __forceinline__ void to_probabilities(const KeyWork& work, int count, int flags,
+                                                   const DivisorOf& divisor_of, Scores& scores,
+                                                   Operand& p, SlopedP& sloped) const {
     if constexpr (Traits::kModifiesScores) {
-      to_modified_probabilities(work, step, stage, masked, careful, scores, p, sloped);
+      to_modified_probabilities(work, count, flags, scores, p, sloped);
       return;
     }
-    const float scale = params_.problem.softmax_scale;
     Tensor keys_and_rows = as_rows_and_columns(scores);
-    if (masked) {
+    if (flags & StepNotes::kMasked) {
       const auto coordinates = score_coordinates();
-      const int first_row = step.tile * kBlockM;
+      const int first_row = notes(count).step.tile * kBlockM;
       const auto row_of = [&](int r) { return first_row + get<1>(coordinates(0, r)); };
       const auto key_of = [&](int c) { return work.keys.first_row + get<0>(coordinates(c, 0)); };
       Tensor by_row = make_tensor(scores.data(), select<1, 0>(keys_and_rows.layout()));
       apply_mask_by_key(by_row, work.mask, row_of, key_of);
     }
-    if (careful) {
-      const auto careful_of = [&](int pair) { return pair_of(shared_.careful[stage], pair); };
+    if (flags & StepNotes::kNeedsCare) {
+      const CarefulRows rows = notes(count).rows;
+      const float scale = params_.problem.softmax_scale;
+      const auto careful_of = [&](int pair) {
+        const int row = first_row_of_pair(pair);
+        return Pair<Divisor>{{rows.divisor(row), rows.divisor(row + 1)}};
+      };
       for_each_score(keys_and_rows, careful_of, [&](float& score, Divisor divisor) {
         score = exp2_approx(careful_exponent(divisor, score, scale));
       });
@@ -262,11 +262,12 @@ class BackwardConsumer {
   }
 
   // One score after the other, as there are no registers for a tile of slopes.
-  __device__ __forceinline__ void to_modified_probabilities(const KeyWork& work,
-                                                            const RowStep& step, int stage,
-                                                            bool masked, bool careful,
-                                                            const Scores& scores, Operand& p,
-                                                            SlopedP& sloped) const {
+  __device__ __forceinline__ void to_modified_probabilities(const KeyWork& work, int count,
+                                                            int flags, const Scores& scores,
+                                                            Operand& p, SlopedP& sloped) const {
+    const bool masked = (flags & StepNotes::kMasked) != 0;
+    const bool careful = (flags & StepNotes::kNeedsCare) != 0;
+    const RowStep step = notes(count).step;
     const auto modifiers = ScoreModifiers::of(params_.problem, work.keys.index, step.head);
     const float scale_log2 = modifiers.scale * kLog2e;
     const auto coordinates = score_coordinates();
@@ -296,10 +297,10 @@ class BackwardConsumer {
           if (masked && !work.mask.sees(row, key)) score = masked_score<float>();
           const int row_in_tile = row - first_row;
           if (careful) {
-            const Divisor divisor = shared_.careful[stage][row_in_tile];
+            const Divisor divisor = notes(count).rows.divisor(row_in_tile);
             of_rows[i] = exp2_approx(careful_exponent(divisor, score, modifiers.scale));
           } else {
-            const Log2Divisor divisor = shared_.statistics[stage].divisor[row_in_tile];
+            const Log2Divisor divisor = statistics(count).divisor[row_in_tile];
             of_rows[i] = exp2_approx(divisor.exponent(score, scale_log2));
           }
           sloped_of_rows[i] = of_rows[i] == 0.f ? 0.f : of_rows[i] * slope;
@@ -312,7 +313,7 @@ class BackwardConsumer {
 
   // dP^T to dS^T, in place. p_of(key, pair) are the probabilities of two rows.
   template <class POf, class DeltaOf>
-  __device__ __forceinline__ void to_gradients(int count, const POf& p_of, const DeltaOf& delta_of,
+  __device__ __forceinline__ void to_gradients(int flags, const POf& p_of, const DeltaOf& delta_of,
                                                Scores& dp) const {
     Tensor ds = as_rows_and_columns(dp);  // (keys, rows)
     const auto multiply = [&](const auto& product) {
@@ -327,7 +328,7 @@ class BackwardConsumer {
         }
       }
     };
-    if (statistics(count).needs_care != 0) {
+    if (flags & StepNotes::kNeedsCare) {
       // Where delta or dP is NaN, a key of weight 0 gets 0 all the same.
       multiply([](float p, float x) { return p == 0.f ? 0.f : p * x; });
     } else {
@@ -376,10 +377,10 @@ class BackwardConsumer {
     using Handover = QueryGradHandover<Traits>;
     const int warp = consumer_thread() / 32;
     float* const of_warp = Handover::in_shared(shared_, warp / 4, warp % 4);
-    Handover::await_free(warpgroup());
+    Handover::await_free(warpgroup_);
     store_dq(dq, of_warp);
     cutlass::arch::fence_view_async_shared();
-    Handover::say_full(warpgroup());
+    Handover::say_full(warpgroup_);
   }
 
   template <class Accumulator>
@@ -440,8 +441,7 @@ class BackwardConsumer {
 
   const BackwardParams<float>& params_;
   SharedStorage& shared_;
-  const int warpgroup_;  // if pipelined
-  int key_stage_ = 0;    // which buffer of K and of V is the work's
+  const int warpgroup_;
 };
 
 }  // namespace neginf::sm90

@@ -73,7 +73,6 @@ class Loader {
       } else {
         load_work(work);
       }
-      __syncwarp();
       shared_.work_ring.release_by_thread(turn_);
       if (is_first_lane()) shared_.loaded.arrive();
     }
@@ -90,9 +89,9 @@ class Loader {
   __device__ __forceinline__ void load_work(const KeyWork& work) {
     RowStep step = RowStep::first(work);
     for (;; step.advance(work)) {
-      if (step.is_first(work)) load_keys(launch_.k, shared_.k_ring, shared_.k, ToClear::kK, work);
+      if (step.is_first(work)) load_keys(launch_.k, shared_.k_ring, shared_.k, work);
       load_q(work, step);
-      if (step.is_first(work)) load_keys(launch_.v, shared_.v_ring, shared_.v, ToClear::kV, work);
+      if (step.is_first(work)) load_keys(launch_.v, shared_.v_ring, shared_.v, work);
       load_dout(work, step);
       ++row_count_;
       if (step.is_last(work)) return;
@@ -101,20 +100,18 @@ class Loader {
 
   // ---- tiles
 
-  // Tile number `count` of a ring. If it must be cleared, nobody is told that it is there before
-  // the clearer has done that.
-  template <class Ring, class Issue>
+  // Tile number `count` of a ring. describe() writes what goes with it, and if it must be cleared
+  // also to_clear: then nobody is told that it is there before the clearer has done that.
+  template <class Ring, class Describe, class Issue>
   __device__ __forceinline__ void load(Ring& ring, int count, int bytes, bool must_clear,
-                                       ToClear::What what, const RowStep& step,
-                                       const Issue& issue) {
+                                       const Describe& describe, const Issue& issue) {
     LoadBarrier& full = ring.wait_empty(count);
     if (is_first_lane()) {
-      if (must_clear) {
-        shared_.to_clear = {what, ring.stage(count), shared_.work_ring.stage(turn_), step};
-      }
       LoadBarrier& barrier = must_clear ? shared_.uncleared : full;
-      barrier.arrive_and_expect_tx(bytes);
+      barrier.expect_transaction(bytes);
       issue(barrier);
+      describe();
+      barrier.arrive();
     }
     if (must_clear) {
       barrier_sync(BackwardBarrier::kCleared, 64);
@@ -123,9 +120,9 @@ class Loader {
     __syncwarp();
   }
 
-  template <class Ring, class Buffers>
-  __device__ __forceinline__ void load_keys(const CUtensorMap& map, Ring& ring, Buffers& buffers,
-                                            ToClear::What what, const KeyWork& work) {
+  __device__ __forceinline__ void load_keys(const CUtensorMap& map, Ring<1>& ring,
+                                            Element (&buffer)[kBlockN * kHeadDim],
+                                            const KeyWork& work) {
     constexpr int kSwizzle = Traits::kSwizzleColumnsK;
     asm volatile("" : "+r"(turn_));  // what follows from it is worked out here, not kept
     const int first_key = work.keys.first_row;
@@ -133,9 +130,12 @@ class Loader {
                              static_cast<int>(work.keys.sequence.first_row) + first_key,
                              work.visible_keys.end - first_key,
                              params_.problem.cu_seqlens_k == nullptr ? work.keys.index : 0};
-    const bool must_clear = work.visible_keys.begin > first_key;
-    auto& buffer = buffers[ring.stage(turn_)];
-    load(ring, turn_, sizeof(buffer), must_clear, what, {}, [&](LoadBarrier& barrier) {
+    const int first_visible = work.visible_keys.begin - first_key;
+    const bool must_clear = first_visible > 0;
+    const auto describe = [&] {
+      if (must_clear) shared_.to_clear = {ToClear::kKeys, buffer, first_visible, {}};
+    };
+    load(ring, turn_, sizeof(buffer), must_clear, describe, [&](LoadBarrier& barrier) {
       load_tile<kHeadDim, kSwizzle>(map, barrier, buffer, kBlockN * kSwizzle, kBlockN, at);
     });
   }
@@ -148,22 +148,47 @@ class Loader {
             params_.problem.cu_seqlens_q == nullptr ? work.keys.index : 0};
   }
 
-  __device__ __forceinline__ void load_rows(const CUtensorMap& map, LoadBarrier& barrier,
-                                            Element* tile, const KeyWork& work,
-                                            const RowStep& step) const {
+  static __device__ __forceinline__ void load_rows(const CUtensorMap& map, LoadBarrier& barrier,
+                                                   Element* tile, const TileCoordinates& at) {
     constexpr int kSwizzle = Traits::kSwizzleColumns;
-    load_tile<kHeadDim, kSwizzle>(map, barrier, tile, kBlockM * kSwizzle, kBlockM,
-                                  coordinates(work, step));
+    load_tile<kHeadDim, kSwizzle>(map, barrier, tile, kBlockM * kSwizzle, kBlockM, at);
   }
 
-  // Q and the statistics of its rows.
+  // A function that gives what of() does: worked out now, as consumers may be waiting from when the
+  // buffer is free on, unless there are no registers for it.
+  template <class Of>
+  static __device__ __forceinline__ auto ahead(const Of& of) {
+    if constexpr (Traits::kProducerRegisters > 24) {
+      return [value = of()] { return value; };
+    } else {
+      return of;
+    }
+  }
+
+  // Q, the statistics of its rows, and the notes.
   __device__ __forceinline__ void load_q(const KeyWork& work, const RowStep& step) {
+    const auto at = ahead([&] { return coordinates(work, step); });
     const Statistics* from = rows_.statistics_of<kBlockM>(step.number(rows_, work));
-    must_clear_ = from->needs_care != 0 || step.tile * kBlockM < work.rows_with_keys.begin;
+    const bool needs_care = from->needs_care != 0;
+    must_clear_ = needs_care || step.tile * kBlockM < work.rows_with_keys.begin;
+    const auto flags = ahead([&] {
+      return (work.unmasked_tiles.contains(step.tile) ? 0 : StepNotes::kMasked) |
+             (needs_care ? StepNotes::kNeedsCare : 0) |
+             (step.is_last(work) ? StepNotes::kIsLast : 0);
+    });
     const int stage = shared_.q_ring.stage(row_count_);
+    Element* const tile = shared_.q[stage];
+    const auto describe = [&] {
+      notes().flags = flags();
+      notes().step = step;
+      if (!must_clear_) return;
+      notes().rows =
+          needs_care ? CarefulRows::of(params_, rows_, work, step) : CarefulRows{nullptr, 0};
+      describe_to_clear(tile, work);
+    };
     load(shared_.q_ring, row_count_, sizeof(shared_.q[0]) + sizeof(Statistics), must_clear_,
-         ToClear::kQ, step, [&](LoadBarrier& barrier) {
-           load_rows(launch_.q, barrier, shared_.q[stage], work, step);
+         describe, [&](LoadBarrier& barrier) {
+           load_rows(launch_.q, barrier, tile, at());
            cute::SM90_BULK_COPY_G2S::copy(from, reinterpret_cast<uint64_t*>(&barrier),
                                           &shared_.statistics[stage], sizeof(Statistics));
          });
@@ -171,9 +196,22 @@ class Loader {
 
   // Of the same step as the last load_q.
   __device__ __forceinline__ void load_dout(const KeyWork& work, const RowStep& step) {
+    const auto at = ahead([&] { return coordinates(work, step); });
     Element* const tile = shared_.dout[shared_.dout_ring.stage(row_count_)];
-    load(shared_.dout_ring, row_count_, sizeof(shared_.dout[0]), must_clear_, ToClear::kDout, step,
-         [&](LoadBarrier& barrier) { load_rows(launch_.dout, barrier, tile, work, step); });
+    const auto describe = [&] {
+      if (must_clear_) describe_to_clear(tile, work);
+    };
+    load(shared_.dout_ring, row_count_, sizeof(shared_.dout[0]), must_clear_, describe,
+         [&](LoadBarrier& barrier) { load_rows(launch_.dout, barrier, tile, at()); });
+  }
+
+  __device__ __forceinline__ StepNotes& notes() const {
+    return shared_.notes[shared_.q_ring.stage(row_count_)];
+  }
+
+  __device__ __forceinline__ void describe_to_clear(Element* tile, const KeyWork& work) const {
+    const int first_with_keys = work.rows_with_keys.begin - notes().step.tile * kBlockM;
+    shared_.to_clear = {ToClear::kRows, tile, first_with_keys, notes().rows};
   }
 
   const BackwardParams<float>& params_;
@@ -190,15 +228,9 @@ class Loader {
 // the loader has no registers left for it.
 template <typename Traits>
 class Clearer {
-  using Element = typename Traits::Element;
-  using SharedStorage = typename Traits::SharedStorage;
-  static constexpr int kBlockM = Traits::kBlockM;
-  static constexpr int kBlockN = Traits::kBlockN;
-
  public:
-  __device__ __forceinline__ Clearer(const BackwardParams<float>& params, const BackwardRows& rows,
-                                     SharedStorage& shared)
-      : params_(params), rows_(rows), shared_(shared) {}
+  __device__ __forceinline__ explicit Clearer(typename Traits::SharedStorage& shared)
+      : shared_(shared) {}
 
   __device__ __forceinline__ void run() {
     for (uint32_t count = 0;; ++count) {
@@ -206,16 +238,8 @@ class Clearer {
       const ToClear& to_clear = shared_.to_clear;
       switch (to_clear.what) {
         case ToClear::kEnd: return;
-        case ToClear::kK: clear_keys(shared_.k[to_clear.stage]); break;
-        case ToClear::kV: clear_keys(shared_.v[to_clear.stage]); break;
-        case ToClear::kQ:
-          needs_care_ = shared_.statistics[to_clear.stage].needs_care != 0;
-          clear_rows(shared_.q[to_clear.stage]);
-          if (needs_care_) fetch_careful_divisors();
-          break;
-        case ToClear::kDout:  // of the same rows
-          clear_rows(shared_.dout[to_clear.stage]);
-          break;
+        case ToClear::kKeys: clear<Traits::kBlockN, Traits::kSwizzleColumnsK>(to_clear); break;
+        case ToClear::kRows: clear<Traits::kBlockM, Traits::kSwizzleColumns>(to_clear); break;
       }
       cutlass::arch::fence_view_async_shared();
       barrier_arrive(BackwardBarrier::kCleared, 64);
@@ -223,21 +247,14 @@ class Clearer {
   }
 
  private:
-  __device__ __forceinline__ const KeyWork& work() const {
-    return shared_.work[shared_.to_clear.slot];
-  }
-  __device__ __forceinline__ CarefulRows careful() const {
-    return CarefulRows::of(params_, rows_, work(), shared_.to_clear.step);
-  }
-
   // A row after the other, each by all lanes.
-  template <int kRows, int kSwizzleColumns, class MustClear>
-  static __device__ __forceinline__ void clear(Element* tile, const MustClear& must_clear) {
+  template <int kRows, int kSwizzleColumns>
+  static __device__ __forceinline__ void clear(const ToClear& to_clear) {
     constexpr int kWords = kSwizzleColumns / 2;  // of a row of a block
 #pragma unroll 1
     for (int r = 0; r < kRows; ++r) {
-      if (!must_clear(r)) continue;
-      auto* row = reinterpret_cast<uint32_t*>(tile) + r * kWords;
+      if (r >= to_clear.first && !to_clear.rows.must_clear(r)) continue;
+      auto* row = static_cast<uint32_t*>(to_clear.tile) + r * kWords;
 #pragma unroll 1
       for (int i = thread_index_again() % 32; i < Traits::kHeadDim / 2; i += 32) {
         row[i / kWords * (kRows * kWords) + i % kWords] = 0;
@@ -245,30 +262,7 @@ class Clearer {
     }
   }
 
-  __device__ __forceinline__ void clear_keys(Element* tile) {
-    const int first_visible = work().visible_keys.begin - work().keys.first_row;
-    clear<kBlockN, Traits::kSwizzleColumnsK>(tile, [&](int r) { return r < first_visible; });
-  }
-
-  __device__ __forceinline__ void clear_rows(Element* tile) {
-    const int first_with_keys = work().rows_with_keys.begin - shared_.to_clear.step.tile * kBlockM;
-    const CarefulRows rows = careful();
-    clear<kBlockM, Traits::kSwizzleColumns>(
-        tile, [&](int r) { return r < first_with_keys || (needs_care_ && rows.must_clear(r)); });
-  }
-
-  __device__ __forceinline__ void fetch_careful_divisors() {
-    const CarefulRows rows = careful();
-#pragma unroll 1
-    for (int r = thread_index_again() % 32; r < kBlockM; r += 32) {
-      shared_.careful[shared_.to_clear.stage][r] = rows.divisor(r);
-    }
-  }
-
-  const BackwardParams<float>& params_;
-  const BackwardRows& rows_;
-  SharedStorage& shared_;
-  bool needs_care_ = false;
+  typename Traits::SharedStorage& shared_;
 };
 
 }  // namespace neginf::sm90

@@ -23,31 +23,42 @@ class NarrowConsumer : BackwardConsumer<Traits> {
   using Base::shared_, Base::statistics;
   using typename Base::KeyGrad, typename Base::Operand, typename Base::QueryGrad,
       typename Base::Scores, typename Base::SlopedP;
-  // The statistics of the rows before they are needed: while products read their operands, shared
-  // memory answers late. With more rows there are no registers for it.
-  static constexpr bool kReadsAhead = Traits::kBlockM == 64;
+  // Of so many pairs of rows the statistics are read before they are needed: while products read
+  // their operands, shared memory answers late. There are no registers for all of many rows.
+  static constexpr int kPairsAhead = Traits::kBlockM == 64 ? 8 : 2;
 
  public:
   using Base::Base;
 
   __device__ __forceinline__ void run() {
     Base::for_each_gradient(dk_, dv_, [&](const KeyWork& work) __attribute__((always_inline)) {
-      row_step_ = RowStep::first(work);
-      while (uniform(!row_step_.is_last(work))) step(work);
-      step(work);
+      int flags;
+      look_ahead(count_);
+      do {
+        if (__any_sync(0xffffffffu, next_flags_ == kNotThere)) {
+          shared_.q_ring.wait_full(count_);
+          shared_.dout_ring.wait_full(count_);
+          next_flags_ = Base::notes(count_).flags;
+        }
+        flags = uniform(next_flags_);
+        // Most of them, without a branch.
+        if (!Traits::kModifiesScores && (flags & ~StepNotes::kIsLast) == 0) {
+          step(work, 0);
+        } else {
+          step(work, flags);
+        }
+      } while ((flags & StepNotes::kIsLast) == 0);
     });
   }
 
  private:
-  __device__ __forceinline__ void step(const KeyWork& work) {
-    shared_.q_ring.wait_full(count_);
-    shared_.dout_ring.wait_full(count_);
+  __device__ __forceinline__ void step(const KeyWork& work, int flags) {
     Base::issue_s(count_, s_);
     Base::issue_dp(count_, dp_);
-    const auto divisors = ahead([&] { return statistics(count_).divisor; });
+    const auto divisors = ahead(statistics(count_).divisor);
     wait_for<1>(s_);
-    Base::to_probabilities(work, row_step_, count_, divisors, s_, p_, sloped_);
-    const auto deltas = ahead([&] { return statistics(count_).delta; });
+    Base::to_probabilities(work, count_, flags, divisors, s_, p_, sloped_);
+    const auto deltas = ahead(statistics(count_).delta);
     wait_for<0>(dp_);
     const Tensor exact = as_rows_and_columns(s_);
     const auto p_of = [&](int key, int pair) {
@@ -57,7 +68,7 @@ class NarrowConsumer : BackwardConsumer<Traits> {
         return make_float2(exact(key, 2 * pair), exact(key, 2 * pair + 1));
       }
     };
-    Base::to_gradients(count_, p_of, deltas, dp_);
+    Base::to_gradients(flags, p_of, deltas, dp_);
     if constexpr (!Traits::kModifiesScores) Base::round(s_, p_);
     Base::round(dp_, ds_);
     Base::share_ds(count_, ds_);
@@ -69,12 +80,27 @@ class NarrowConsumer : BackwardConsumer<Traits> {
     wait_for<1>(dv_);
     shared_.dout_ring.release(count_);
     Base::issue_dk(count_, ds_, dk_);
+    look_ahead(count_ + 1);
     wait_for<1>(dq);
     Base::hand_over(dq);
     wait_for<0>(dk_);
     shared_.q_ring.release(count_);
     ++count_;
-    row_step_.advance(work);
+  }
+
+  // The flags of a tile if it is there.
+  __device__ __forceinline__ void look_ahead(int count) {
+    const int is_there = shared_.q_ring.is_full(count) & shared_.dout_ring.is_full(count);
+    next_flags_ = kNotThere;
+    asm volatile(
+        "{\n"
+        ".reg .pred is_there;\n"
+        "setp.ne.s32 is_there, %1, 0;\n"
+        "@is_there ld.shared.b32 %0, [%2];\n"
+        "}"
+        : "+r"(next_flags_)
+        : "r"(is_there), "r"(cast_smem_ptr_to_uint(&Base::notes(count).flags))
+        : "memory");
   }
 
   __device__ __forceinline__ auto query_gradient() {
@@ -86,17 +112,16 @@ class NarrowConsumer : BackwardConsumer<Traits> {
     }
   }
 
-  // A function that gives the two of a pair of rows, read now or when it is called.
-  template <class OfRows>
-  static __device__ __forceinline__ auto ahead(const OfRows& of_rows) {
-    if constexpr (kReadsAhead) {
-      return [all = Base::read(of_rows())](int pair) { return all.pairs[pair]; };
-    } else {
-      return [of_rows](int pair) { return Base::pair_of(of_rows(), pair); };
-    }
+  // A function that gives the two of a pair of rows, of which the first kPairsAhead are read now.
+  template <class T>
+  static __device__ __forceinline__ auto ahead(const T* of_rows) {
+    return [of_rows, first = Base::template read<kPairsAhead>(of_rows)](int pair) {
+      return pair < kPairsAhead ? first.pairs[pair] : Base::pair_of(of_rows, pair);
+    };
   }
 
-  RowStep row_step_;
+  static constexpr int kNotThere = -1;
+  int next_flags_;
   int count_ = 0;  // of row tiles
   // Those of a step are members, too: as its own variables the compiler finds no registers for
   // them.

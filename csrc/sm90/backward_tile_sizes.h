@@ -2,10 +2,9 @@
 // hidden 2048, TFLOP/s of prepare, main and finish at 512 / 2k / 16k.
 //
 //   head_dim  rows  Q, dO  registers  full              causal
-//   64        128   2, 3   232        296 / 423 / 444   177 / 353 / 447
-//             64    4, 4   208        300 / 459 / 502   182 / 379 / 497   (a warpgroup for dQ)
-//   128       64    3, 3   232        331 / 479 / 512   208 / 408 / 477
-//             80    2, 2   240        322 / 513 / 585   183 / 414 / 591
+//   64        128   2, 3   240        333 / 468 / 523   202 / 396 / 519
+//   128       64    3, 3   240        370 / 487 / 538   216 / 411 / 515
+//             80    2, 2   240        322 / 558 / 613   183 / 458 / 568
 //   192       64    2, 2   232        277 / 426 / 511   186 / 377 / 512
 //   256       64    2, 1   232        274 / 404 / 462   184 / 360 / 453
 //
@@ -19,7 +18,6 @@ template <int kBlockM_, int kStagesQ_, int kStagesDout_, bool kOwnQueryGrad_,
           int kConsumerRegisters_ = 232>
 struct NarrowBackwardTile {
   static constexpr bool kIsWide = false;
-  static constexpr bool kIsPipelined = false;
   static constexpr int kBlockM = kBlockM_;  // query rows
   static constexpr int kBlockN = 128;       // keys, 64 per consumer warpgroup
   static constexpr int kStagesQ = kStagesQ_;
@@ -30,26 +28,14 @@ struct NarrowBackwardTile {
   static constexpr int kQueryGradParts = 1;
   static constexpr int kQueryGradTilesOfTurn = 1;
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
-};
-
-// For head_dim 64. A warpgroup of its own computes dQ.
-template <int kStages_>
-struct PipelinedBackwardTile {
-  static constexpr bool kIsWide = false;
-  static constexpr bool kIsPipelined = true;
-  static constexpr int kBlockM = 64;
-  static constexpr int kBlockN = 128;
-  static constexpr int kStagesQ = kStages_;
-  static constexpr int kStagesDout = kStages_;
-  static constexpr int kQueryGradParts = 1;
-  static constexpr int kConsumerRegisters = 208;
+  // A thread has registers for addresses that are the same in all steps.
+  static constexpr bool kKeepsAddresses = kConsumerRegisters == 240;
 };
 
 // For head_dims of which a warpgroup has registers for dK or dV of 64 keys, but not for both.
 template <int kStagesDout_, int kQueryGradParts_, int kQueryGradTilesOfTurn_>
 struct WideBackwardTile {
   static constexpr bool kIsWide = true;
-  static constexpr bool kIsPipelined = false;
   static constexpr int kBlockM = 64;
   static constexpr int kBlockN = 64;
   static constexpr int kStagesQ = 2;
@@ -61,6 +47,7 @@ struct WideBackwardTile {
   // is done for two tiles of rows at once.
   static constexpr int kQueryGradTilesOfTurn = kQueryGradTilesOfTurn_;
   static constexpr int kConsumerRegisters = 232;
+  static constexpr bool kKeepsAddresses = false;
 };
 
 // That of most launches.
@@ -68,12 +55,12 @@ template <int kHeadDim, bool kModifiesScores>
 struct BackwardTile;
 
 template <>
-struct BackwardTile<64, false> : NarrowBackwardTile<128, 2, 3, false> {};
+struct BackwardTile<64, false> : NarrowBackwardTile<128, 2, 3, false, 240> {};
 template <>
 struct BackwardTile<64, true> : NarrowBackwardTile<64, 3, 3, true> {};
 
 template <>
-struct BackwardTile<128, false> : NarrowBackwardTile<64, 3, 3, true> {};
+struct BackwardTile<128, false> : NarrowBackwardTile<64, 3, 3, true, 240> {};
 template <>
 struct BackwardTile<128, true> : NarrowBackwardTile<64, 3, 3, false> {};
 
@@ -83,17 +70,15 @@ struct BackwardTile<192, kModifiesScores> : WideBackwardTile<2, 1, 2> {};
 template <bool kModifiesScores>
 struct BackwardTile<256, kModifiesScores> : WideBackwardTile<1, 2, 1> {};
 
-// Those of many rows. At head_dim 64 the start and the end of a pipeline are few steps then. At 128
-// a step has more rows: fewer bytes through shared memory for each, which is what it is short of.
-// Where rows are few, more of the last tile is wasted, and of those on the diagonal.
+// Those of many rows. A step has more of them: fewer bytes through shared memory for each, which is
+// what it is short of. Where rows are few, more of the last tile is wasted, and of those on the
+// diagonal.
 template <int kHeadDim>
 struct LongBackwardTile;
 template <>
-struct LongBackwardTile<64> : PipelinedBackwardTile<4> {};
-template <>
 struct LongBackwardTile<128> : NarrowBackwardTile<80, 2, 2, false, 240> {};
 template <int kHeadDim>
-constexpr bool kHasLongBackwardTile = kHeadDim == 64 || kHeadDim == 128;
+constexpr bool kHasLongBackwardTile = kHeadDim == 128;
 // Not to clear dQ makes up for the questions who comes first: 1.02 to 1.06 at 512, 1.00 to 1.03 at
 // 2k.
 constexpr int kMostRowsToStoreFirst = 2048;

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "../common/backward_rows.h"
+#include "../common/backward_scores.cuh"
 #include "../common/backward_work.cuh"
 #include "backward_tile_sizes.h"
 #include "tma.cuh"
@@ -26,23 +27,22 @@ struct BackwardBarrier {
   static constexpr int kCleared = 15;
 };
 
-// Those of the pipelined kernel.
-struct PipelinedBarrier {
-  static constexpr int kQueryGradFull = 1;  // two, used in turn
-  static constexpr int kGradientsFull = 3;  // of buffers
-  static constexpr int kGradientsFree = 5;  // of buffers, for each consumer
-  static constexpr int kTurn = 9;           // of a consumer
-  static constexpr int kQueriesRead = 11;   // of buffers, four
-};
-static_assert(BackwardBarrier::kCleared == 15);  // is also the pipelined kernel's
-
-// What the loader tells the clearer.
+// What the loader tells the clearer: of a tile of keys or of rows those before `first`, and of rows
+// those that need it.
 struct ToClear {
-  enum What { kK, kV, kQ, kDout, kEnd };
+  enum What { kKeys, kRows, kEnd };
   What what;
-  int stage;  // of the ring
-  int slot;   // of the work
+  void* tile;  // in shared memory
+  int first;
+  CarefulRows rows;
+};
+
+// What the loader tells the consumers of a step, which they need not work out then.
+struct StepNotes {
+  enum Flag { kMasked = 1, kNeedsCare = 2, kIsLast = 4 };  // the last one of the work
+  int flags;
   RowStep step;
+  CarefulRows rows;  // if it needs care; none of them if it is only to be cleared
 };
 
 template <typename Element_, int kHeadDim_, typename Tile_, bool kModifiesScores_>
@@ -54,22 +54,18 @@ struct BackwardTraits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kModifiesScores = kModifiesScores_;
   static constexpr bool kIsWide = Tile::kIsWide;
-  static constexpr bool kIsPipelined = Tile::kIsPipelined;
   static constexpr int kBlockM = Tile::kBlockM;
   static constexpr int kBlockN = Tile::kBlockN;
-  static constexpr int kStagesK = kIsPipelined ? 2 : 1;  // also of V
   static constexpr int kStagesQ = Tile::kStagesQ;
   static constexpr int kStagesDout = Tile::kStagesDout;
   static constexpr int kStagesDs = 2;
-  static constexpr int kStagesDq = kIsPipelined ? 3 : 1;
-  static constexpr int kWarpgroups = 2;  // consumers; if pipelined there is one more, for dQ
-  static constexpr int kThreads = 128 * (1 + kWarpgroups + (kIsPipelined ? 1 : 0));
+  static constexpr int kWarpgroups = 2;  // consumers
+  static constexpr int kThreads = 128 * (1 + kWarpgroups);
   // Per thread. The CTA has what it is launched with, so many for each.
-  static constexpr int kLaunchRegisters = kIsPipelined ? 128 : 168;
+  static constexpr int kLaunchRegisters = 168;
   static constexpr int kConsumerRegisters = Tile::kConsumerRegisters;
-  static constexpr int kQueryGradRegisters = kIsPipelined ? 64 : 0;
   static constexpr int kProducerRegisters =
-      kThreads / 128 * kLaunchRegisters - kWarpgroups * kConsumerRegisters - kQueryGradRegisters;
+      kThreads / 128 * kLaunchRegisters - kWarpgroups * kConsumerRegisters;
 
   // How the warpgroups lie in a product.
   using Alone = Layout<Shape<_1, _1, _1>>;
@@ -84,10 +80,6 @@ struct BackwardTraits {
   using ScoreMma = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kBlockM>, Int<kHeadDim>>>(),
       OfKeys{}));
-  // dP^T with V in registers.
-  using FromRegistersMma = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kBlockM>, Int<kHeadDim>>>(),
-      OfKeys{}));
   using KeyGradTile = Shape<Int<kBlockN>, Int<kHeadDim>>;
   using KeyGradMma = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kHeadDim>, Int<kBlockM>>,
@@ -95,18 +87,16 @@ struct BackwardTraits {
       OfKeys{}));
   static constexpr int kKeyThreads = size(ScoreMma{});
 
-  // dQ is cut among the warpgroups by rows, or where they are too few by columns; if pipelined one
-  // has all of it. A product has 64 rows; any other number of them is the N of dQ^T = K^T dS^T.
+  // dQ is cut among the warpgroups by rows, or where they are too few by columns. A product has 64
+  // rows; any other number of them is the N of dQ^T = K^T dS^T.
   static constexpr bool kCutsRows = kBlockM == 64 * kWarpgroups;
   static constexpr bool kTransposesDq = kBlockM % 64 != 0;
   static constexpr int kQueryGradParts = Tile::kQueryGradParts;
   static constexpr int kPartColumns = kHeadDim / kQueryGradParts;
-  static constexpr int kQueryGradColumns =
-      kCutsRows || kIsPipelined ? kPartColumns : kPartColumns / kWarpgroups;
+  static constexpr int kQueryGradColumns = kCutsRows ? kPartColumns : kPartColumns / kWarpgroups;
   static_assert(kCutsRows || kTransposesDq || kBlockM == 64);
   static_assert(!kTransposesDq || kQueryGradColumns == 64);
-  using OfQueryGrad =
-      std::conditional_t<kIsPipelined, Alone, std::conditional_t<kCutsRows, AlongM, AlongN>>;
+  using OfQueryGrad = std::conditional_t<kCutsRows, AlongM, AlongN>;
   static constexpr auto query_grad_mma() {
     if constexpr (kTransposesDq) {
       return make_tiled_mma(
@@ -151,33 +141,31 @@ struct BackwardTraits {
   using LayoutsDs = std::conditional_t<kTransposesDq, Layouts<kBlockM, kBlockN, kStagesDs, 64>,
                                        Layouts<kBlockN, kBlockM, kStagesDs, 64>>;  // dS, dS^T
 
-  static constexpr int kQueriesRead =
-      kIsPipelined ? PipelinedBarrier::kQueriesRead : BackwardBarrier::kQueriesRead;
   // Who reads works: all but the claimer, which writes them, and the clearer, which the loader
   // waits for.
   static constexpr int kWorkReaders = kThreads - 2 * 32;
 
   struct SharedStorage {
-    alignas(1024) Element k[kStagesK][kBlockN * kHeadDim];
-    alignas(1024) Element v[kStagesK][kBlockN * kHeadDim];
+    alignas(1024) Element k[kBlockN * kHeadDim];
+    alignas(1024) Element v[kBlockN * kHeadDim];
     alignas(1024) Element q[kStagesQ][kBlockM * kHeadDim];
     alignas(1024) Element dout[kStagesDout][kBlockM * kHeadDim];
     alignas(1024) Element ds[kStagesDs][kBlockN * kBlockM];
     // If wide, P^T as the registers of its threads: each 16 rows of them four words.
     uint4 p[kIsWide ? 2 : 1][kIsWide ? kBlockM / 16 : 1][kIsWide ? 128 : 1];
-    alignas(128) float dq[kStagesDq * kBlockM * kPartColumns];
+    alignas(128) float dq[kBlockM * kPartColumns];
     RowStatistics<kBlockM> statistics[kStagesQ];
-    alignas(8) Divisor careful[kStagesQ][kBlockM];  // of a tile that needs care
+    StepNotes notes[kStagesQ];
     KeyWork work[2];
     bool is_end[2];
     Ring<2> work_ring;
-    Ring<kStagesK> k_ring;
-    Ring<kStagesK> v_ring;
-    ThreadsRing<kStagesQ, kQueriesRead, 128 * kWarpgroups> q_ring;  // and statistics
+    Ring<1> k_ring;
+    Ring<1> v_ring;
+    ThreadsRing<kStagesQ, BackwardBarrier::kQueriesRead, 128 * kWarpgroups>
+        q_ring;  // and statistics, notes
     Ring<kStagesDout> dout_ring;
-    ReadBarrier dq_free[kStagesDq];  // if pipelined
-    ReadBarrier loaded;              // all loads of the last work have been issued
-    LoadBarrier uncleared;           // to_clear is there, and what it speaks of
+    ReadBarrier loaded;     // all loads of the last work have been issued
+    LoadBarrier uncleared;  // to_clear is there, and what it speaks of
     ToClear to_clear;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);

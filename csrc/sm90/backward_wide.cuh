@@ -75,7 +75,7 @@ template <typename Traits>
 class ValuesConsumer : WideConsumer<Traits> {
   using Wide = WideConsumer<Traits>;
   using typename Wide::Operand, typename Wide::Scores, typename Wide::SlopedP;
-  using Wide::count_, Wide::gradient_, Wide::shared_, Wide::statistics;
+  using Wide::count_, Wide::gradient_, Wide::notes, Wide::shared_, Wide::statistics;
 
  public:
   using Wide::Wide;
@@ -83,14 +83,14 @@ class ValuesConsumer : WideConsumer<Traits> {
   __device__ __forceinline__ void run() {
     Wide::for_each_gradient([&](const KeyWork& work, int turn) __attribute__((always_inline)) {
       if (uniform(work.row_tiles.size()) > 0) {
-        row_step_ = RowStep::first(work);
         shared_.q_ring.wait_full(count_);
         Scores s;
         Wide::issue_s(count_, s);
+        flags_ = notes(count_).flags;
         const auto divisors = Wide::read(statistics(count_).divisor);
         wait_for<0>(s);
         share_probabilities(work, count_, divisors, s);
-        while (uniform(!row_step_.is_last(work))) step<true>(work);
+        while ((uniform(flags_) & StepNotes::kIsLast) == 0) step<true>(work);
         step<false>(work);
       }
       Wide::release_keys(turn);
@@ -105,14 +105,15 @@ class ValuesConsumer : WideConsumer<Traits> {
     shared_.dout_ring.wait_full(count_);
     if constexpr (kHasNext) {
       Scores s;
-      shared_.q_ring.wait_full(count_ + 1);
       Wide::issue_dv(count_, p_, gradient_);
+      // Its place became free when the other warpgroup was past dK, not long ago.
+      shared_.q_ring.wait_full(count_ + 1);
       Wide::issue_s(count_ + 1, s);
+      flags_ = notes(count_ + 1).flags;
       const auto divisors = Wide::read(statistics(count_ + 1).divisor);
       wait_for<1>(gradient_);
       shared_.dout_ring.release(count_);
       wait_for<0>(s);
-      row_step_.advance(work);
       share_probabilities(work, count_ + 1, divisors, s);
     } else {
       Wide::issue_dv(count_, p_, gradient_);
@@ -125,13 +126,13 @@ class ValuesConsumer : WideConsumer<Traits> {
     ++count_;
   }
 
-  // From S of tile number `count`, which is row_step_'s.
+  // From S of tile number `count`, whose flags_ are at hand.
   template <class Divisors>
   __device__ __forceinline__ void share_probabilities(const KeyWork& work, int count,
                                                       const Divisors& divisors, Scores& s) {
     SlopedP sloped;
     Wide::to_probabilities(
-        work, row_step_, count, [&](int pair) { return divisors.pairs[pair]; }, s, p_, sloped);
+        work, count, flags_, [&](int pair) { return divisors.pairs[pair]; }, s, p_, sloped);
     if constexpr (!Traits::kModifiesScores) Wide::round(s, p_);
     const Tensor rounded = recast<uint32_t>(p_);
     const auto word = [&](int i) {
@@ -147,7 +148,7 @@ class ValuesConsumer : WideConsumer<Traits> {
     shared_.q_ring.release(count);
   }
 
-  RowStep row_step_;
+  int flags_;
   Operand p_;
 };
 
@@ -156,8 +157,8 @@ template <typename Traits>
 class KeysConsumer : WideConsumer<Traits> {
   using Wide = WideConsumer<Traits>;
   using typename Wide::Operand, typename Wide::QueryGrad, typename Wide::Scores;
-  using Wide::count_, Wide::gradient_, Wide::shared_, Wide::statistics;
-  // See NarrowConsumer.
+  using Wide::count_, Wide::gradient_, Wide::notes, Wide::shared_, Wide::statistics;
+  // See NarrowConsumer::kPairsAhead.
   static constexpr bool kReadsAhead = Traits::kHeadDim < 256;
   // The second part of dQ is handed over while the next dP runs: when it is there, its buffer still
   // has the first part.
@@ -169,31 +170,33 @@ class KeysConsumer : WideConsumer<Traits> {
   __device__ __forceinline__ void run() {
     Wide::for_each_gradient([&](const KeyWork& work, int turn) __attribute__((always_inline)) {
       shared_.v_ring.wait_full(turn);
-      add_rows(work.row_tiles.size() * work.group);
+      if (uniform(work.row_tiles.size()) > 0) add_rows();
       Wide::release_keys(turn);
       Wide::store_dk(work, gradient_);
     });
   }
 
  private:
-  __device__ __forceinline__ void add_rows(int left) {
+  __device__ __forceinline__ void add_rows() {
     if constexpr (kHoldsPart) {
-      if (uniform(left) == 0) return;
-      step<false>();
-      while (uniform(--left) > 0) step<true>();
+      bool is_last = step<false>();
+      while (!is_last) is_last = step<true>();
       Wide::hand_over(held_);
     } else {
-      for (; uniform(left) > 0; --left) step<false>();
+      while (!step<false>()) {
+      }
     }
   }
 
+  // Whether it was the last one of the work.
   template <bool kHasHeld>
-  __device__ __forceinline__ void step() {
+  __device__ __forceinline__ bool step() {
     Scores dp;
     Operand p, ds;
     shared_.q_ring.wait_full(count_);
     shared_.dout_ring.wait_full(count_);
     Wide::issue_dp(count_, dp);
+    const int flags = notes(count_).flags;
     [[maybe_unused]] typename Wide::template OfRows<float> deltas;
     if constexpr (kReadsAhead) deltas = Wide::read(statistics(count_).delta);
     if constexpr (kHasHeld) Wide::hand_over(held_);
@@ -203,7 +206,7 @@ class KeysConsumer : WideConsumer<Traits> {
     shared_.dout_ring.release(count_);
     const Tensor words = recast<uint32_t>(p);
     Wide::to_gradients(
-        count_,
+        flags,
         [&](int key, int pair) { return unpack<typename Traits::Element>(words(2 * pair + key)); },
         [&](int pair) {
           if constexpr (kReadsAhead) return deltas.pairs[pair];
@@ -227,6 +230,7 @@ class KeysConsumer : WideConsumer<Traits> {
       wait_for<0>(held_);
     }
     ++count_;
+    return (uniform(flags) & StepNotes::kIsLast) != 0;
   }
 
   __device__ __forceinline__ void fetch_probabilities(Operand& p) const {
