@@ -9,12 +9,12 @@
 //     dP^T = V dO^T        dS = P (dP - delta)    dK += dS^T Q      dQ += dS K
 //
 //   claimer      next work, by an atomic counter                   backward_loader.cuh
-//   loader       K Q V dO | Q dO | Q dO | ...   TMA
+//   loader       K Q V dO | Q dO | Q dO | ...   TMA; notes of what a step is
 //   clearer      rows and keys of those that must not be read, which are rare
 //                  |
-//   shared       work[2]  sK sV  sQ[2 to 4] statistics[..]  sdO[1 to 4]  sdS[2]  sdQ
-//                  |                                                       ^      |
-//   consumers    two warpgroups                                     -------'------'
+//   shared       work[2]  sK sV  sQ[2, 3] statistics, notes  sdO[1 to 3]  sdS[2]  sdQ
+//                  |                                                        ^      |
+//   consumers    two warpgroups                                      -------'------'
 //                  up to head_dim 128 each has 64 keys             backward_narrow.cuh
 //                  above one has S^T, dV, the other dP^T, dK       backward_wide.cuh
 //                  |

@@ -1,12 +1,12 @@
 // Tile sizes of the sm90 backward, with the measurements that chose them: H200, bf16, 16k tokens,
-// hidden 2048, TFLOP/s of prepare, main and finish at 512 / 2k / 16k.
+// hidden 2048, TFLOP/s of prepare, main and finish at 512 / 2k / 16k, of several runs:
 //
 //   head_dim  rows  Q, dO  registers  full              causal
 //   64        128   2, 3   240        333 / 468 / 523   202 / 396 / 519
 //   128       64    3, 3   240        370 / 487 / 538   216 / 411 / 515
-//             80    2, 2   240        322 / 558 / 613   183 / 458 / 568
-//   192       64    2, 2   232        277 / 426 / 511   186 / 377 / 512
-//   256       64    2, 1   232        274 / 404 / 462   184 / 360 / 453
+//             80    2, 2   240        322 / 539 / 571   183 / 414 / 542   now 558 / 613, 458 / 568
+//   192       64    2, 2   232        284 / 433 / 478   176 / 374 / 478
+//   256       64    2, 1   232        278 / 410 / 444   181 / 361 / 442
 //
 // What else was tried is in benchmarks/NOTES.md.
 #pragma once
