@@ -274,7 +274,7 @@ template <typename Real, DType kDType>
 void backward(const BackwardParams<Real>& params) {
   const Problem<Real>& problem = params.problem;
   const int64_t items = int64_t{sequences_of(problem)} * problem.num_heads_k;
-  run_items(items, score_cost(problem),
+  run_items(items, score_cost(problem), Bits::any,
             [&] { return BackwardWorker<Real>(params, scalar_type(kDType)); });
 }
 

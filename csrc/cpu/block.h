@@ -101,15 +101,21 @@ double score_cost(const Problem<Real>& problem) {
   return rows * problem.seqlen_k * problem.num_heads * problem.head_dim;
 }
 
+// Whether an item must get the same bits whatever other items there are.
+enum class Bits { any, same };
+
 // Calls run(item) for every item in [0, count) of a Worker that each thread makes for itself. Items
 // are handed out one by one because their cost differs: causal blocks, sequences of any length.
 // `cost` is that of all items, in multiply-adds: what is soon done is not worth waking a thread
 // for.
 template <typename MakeWorker>
-void run_items(int64_t count, double cost, const MakeWorker& make_worker) {
+void run_items(int64_t count, double cost, Bits bits, const MakeWorker& make_worker) {
   constexpr double kCostPerThread = 1 << 20;  // tens of microseconds
   const auto worth = static_cast<int64_t>(std::min(1 + cost / kCostPerThread, 1e6));
-  const int64_t threads = std::min({int64_t{at::get_num_threads()}, count, worth});
+  // Where only one thread is at work, a product is divided among all of them, and how it is rounded
+  // depends on that. The second one may have nothing to do.
+  const int64_t least = bits == Bits::same ? 2 : 1;
+  const int64_t threads = std::max(least, std::min({int64_t{at::get_num_threads()}, count, worth}));
   std::atomic<int64_t> next{0};
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     // The caller's autograd and autocast state is the calling thread's only, and no business of a

@@ -53,14 +53,15 @@ class CachedKeys {
   Scratch<Real> v_;
 };
 
-// Blocks of rows and tiles of keys go by the sequence alone, so that a sequence gets the same bits
-// in any batch, and num_splits has nothing to divide.
+// Blocks of rows and tiles of keys go by the sequence alone, so num_splits has nothing to divide.
+// With keys_per_split a sequence gets the same bits in any batch.
 template <typename Real, DType kDType>
 void decode(const DecodeParams<Real>& params) {
   const at::ScalarType type = scalar_type(kDType);
   ForwardParams<Real> forward = params;
   forward.num_splits = 1;
-  run_forward(forward, type, [&] { return CachedKeys<Real>(params, type); });
+  const Bits bits = params.keys_per_split > 0 ? Bits::same : Bits::any;
+  run_forward(forward, type, bits, [&] { return CachedKeys<Real>(params, type); });
 }
 
 template <typename Real, DType kDType>

@@ -35,7 +35,7 @@ class BufferedKeys {
 template <typename Real, DType kDType>
 void forward(const ForwardParams<Real>& params) {
   const at::ScalarType type = scalar_type(kDType);
-  run_forward(params, type, [&] { return BufferedKeys<Real>(params, type); });
+  run_forward(params, type, Bits::any, [&] { return BufferedKeys<Real>(params, type); });
 }
 
 template <typename Real, DType kDType>

@@ -203,12 +203,12 @@ class ForwardWorker {
 };
 
 template <typename Real, class MakeKeys>
-void run_forward(const ForwardParams<Real>& params, at::ScalarType type,
+void run_forward(const ForwardParams<Real>& params, at::ScalarType type, Bits bits,
                  const MakeKeys& make_keys) {
   const std::vector<RowBlock> blocks = row_blocks(params.problem);
   const int64_t items =
       static_cast<int64_t>(blocks.size()) * params.problem.num_heads * params.num_splits;
-  run_items(items, score_cost(params.problem),
+  run_items(items, score_cost(params.problem), bits,
             [&] { return ForwardWorker(params, type, blocks, make_keys()); });
 }
 
