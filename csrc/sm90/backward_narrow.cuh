@@ -41,7 +41,7 @@ class NarrowConsumer : BackwardConsumer<Traits> {
           next_flags_ = Base::notes(count_).flags;
         }
         flags = uniform(next_flags_);
-        // Most of them, without a branch.
+        // For most of them a copy of the step in which nothing is asked.
         if (!Traits::kModifiesScores && (flags & ~StepNotes::kIsLast) == 0) {
           step(work, 0);
         } else {
