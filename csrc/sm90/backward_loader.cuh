@@ -101,7 +101,8 @@ class Loader {
   // ---- tiles
 
   // Tile number `count` of a ring. describe() writes what goes with it, and if it must be cleared
-  // also to_clear: then nobody is told that it is there before the clearer has done that.
+  // also to_clear: then nobody is told that it is there before the clearer has done that. The load
+  // takes longer than that, and consumers may be waiting for it, so it is asked for first.
   template <class Ring, class Describe, class Issue>
   __device__ __forceinline__ void load(Ring& ring, int count, int bytes, bool must_clear,
                                        const Describe& describe, const Issue& issue) {
